@@ -1,0 +1,1 @@
+"""What the package tells about itself: counters, events, metrics, log, page."""

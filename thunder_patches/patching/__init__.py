@@ -1,0 +1,1 @@
+"""Patches as data, and the registry that decides on, applies and undoes them."""
