@@ -1,0 +1,81 @@
+"""Every feature and every patch. To add one, add a line here, its wrapper under
+``thunder_patches/hosts/<host>/``, and record the target: see ``maintain``."""
+
+from __future__ import annotations
+
+from thunder_patches.patching.patch import Feature, Patch
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("ssd_cache", "KV state in blocks on disk", switch="ssd_cache"),
+    Feature("prefetch", "read-ahead of matched blocks", switch="prefetch", requires="ssd_cache"),
+    Feature(
+        "skip_logic",
+        "no model call for a prompt that is known to its last token",
+        switch="skip_logic",
+        requires="ssd_cache",
+    ),
+    Feature(
+        "approx_skip",
+        "reuse of blocks after a differing one; answers may differ",
+        switch="approx_skip",
+        requires="ssd_cache",
+    ),
+    Feature("routes", "/thunder/ on the host's port"),
+)
+
+
+def _mlx_lm(
+    feature: str, module: str, attribute: str, wrapper: str, *, adds: bool = False
+) -> Patch:
+    """A patch of mlx-lm's server, with a wrapper in ``hosts/mlx_lm``."""
+    return Patch(
+        id=f"mlx_lm.{wrapper.replace(':', '.')}",
+        feature=feature,
+        host="mlx_lm",
+        module=module,
+        attribute=attribute,
+        wrapper=f"thunder_patches.hosts.mlx_lm.{wrapper}",
+        versions=">=0.31.3,<0.33",
+        adds=adds,
+        remove_when="mlx_lm.server keeps prompt caches across restarts",
+    )
+
+
+_SERVER = "mlx_lm.server"
+_CACHE = "mlx_lm.models.cache"
+_GENERATE = "mlx_lm.generate"
+
+PATCHES: tuple[Patch, ...] = (
+    # load
+    _mlx_lm("ssd_cache", _SERVER, "ModelProvider._load", "load:load"),
+    # lookup and store
+    _mlx_lm(
+        "ssd_cache", _CACHE, "LRUPromptCache.fetch_nearest_cache", "lookup:fetch_nearest_cache"
+    ),
+    _mlx_lm("ssd_cache", _CACHE, "LRUPromptCache.insert_cache", "store:insert_cache"),
+    # the request, from its text to its tokens
+    _mlx_lm("ssd_cache", _SERVER, "ResponseGenerator._tokenize", "requests:tokenize"),
+    _mlx_lm("ssd_cache", _SERVER, "ResponseGenerator.generate", "requests:generate"),
+    # the batched path
+    _mlx_lm("ssd_cache", _GENERATE, "PromptProcessingBatch.__init__", "batched:prompt_batch_init"),
+    _mlx_lm("ssd_cache", _GENERATE, "PromptProcessingBatch.prompt", "batched:prompt"),
+    _mlx_lm("ssd_cache", _GENERATE, "PromptProcessingBatch.generate", "batched:generate"),
+    _mlx_lm("ssd_cache", _GENERATE, "GenerationBatch.__init__", "batched:generation_init"),
+    _mlx_lm("ssd_cache", _GENERATE, "BatchGenerator.__init__", "batched:batch_generator_init"),
+    # the serial path
+    _mlx_lm("ssd_cache", _GENERATE, "generate_step", "serial:generate_step"),
+    # what the client sees
+    _mlx_lm("ssd_cache", _SERVER, "APIHandler.generate_response", "usage:generate_response"),
+    _mlx_lm(
+        "ssd_cache",
+        _SERVER,
+        "APIHandler.completion_usage_response",
+        "usage:completion_usage_response",
+    ),
+    # the end
+    _mlx_lm("ssd_cache", _SERVER, "ResponseGenerator.stop_and_join", "lifecycle:stop_and_join"),
+    # status
+    _mlx_lm("routes", _SERVER, "APIHandler.do_GET", "routes:do_get"),
+    _mlx_lm("routes", _SERVER, "APIHandler.do_POST", "routes:do_post"),
+    _mlx_lm("routes", _SERVER, "APIHandler.do_DELETE", "routes:do_delete", adds=True),
+)
