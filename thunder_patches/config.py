@@ -126,7 +126,9 @@ class Settings:
     context_pilot: bool = _setting(True, _switch)
     stabilize: bool = _setting(False, _switch)
     ushape: bool = _setting(False, _switch)
-    codec: str = _setting("auto", _choice("auto", "raw", "planes", "int8", "kvtc"))
+    codec: str = _setting("auto", _choice("auto", "raw", "lossless", "int8", "kvtc"))
+    codec_quality: str = _setting("balanced", _choice("high", "balanced", "small"))
+    """For lossy codecs only."""
     moe_fusion: bool = _setting(True, _switch)
     expert_streaming: bool = _setting(False, _switch)
     handoff: bool = _setting(True, _switch)

@@ -1,0 +1,80 @@
+"""Which codec a tensor gets, and that nothing is lossy unless asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from codec_samples import header_of, kv_like, to_bytes
+
+from thunder_patches.cache.record import Record, TensorSpec
+from thunder_patches.codec.base import CodecError, Coded
+from thunder_patches.codec.policy import Policy, Stored
+
+K, V = TensorSpec("k0", "BF16", (4, 256, 64)), TensorSpec("v0", "BF16", (4, 256, 64))
+STATE = TensorSpec("s1.0", "F32", (1, 8, 32, 32))
+NOISE = TensorSpec("logits", "U32", (4096,))
+
+
+def record() -> Record:
+    header = header_of(K, V, start=256)
+    header = type(header)(
+        header.key, header.parent, "block", 256, header.tokens, header.layout, (K, V, STATE, NOISE)
+    )
+    rng = np.random.default_rng(0)
+    return Record(
+        header,
+        (
+            to_bytes(kv_like(4, 256, 64), "BF16"),
+            to_bytes(kv_like(4, 256, 64, seed=1), "BF16"),
+            to_bytes(kv_like(8, 32, 32, seed=2), "F32"),
+            rng.bytes(NOISE.nbytes),
+        ),
+    )
+
+
+def names(stored: Stored) -> list[str]:
+    return [coded.codec for coded in stored.tensors]
+
+
+@pytest.mark.parametrize(
+    ("mode", "fast_disk", "rows", "state"),
+    [
+        ("auto", True, "raw", "raw"),
+        ("auto", False, "planes+zstd", "planes+zstd"),
+        ("raw", False, "raw", "raw"),
+        ("lossless", True, "planes+zstd", "planes+zstd"),
+    ],
+)
+def test_new_records(mode, fast_disk: bool, rows: str, state: str) -> None:
+    policy, given = Policy(mode, fast_disk=fast_disk), record()
+    stored = policy.encode(given)
+    assert names(stored) == [rows, rows, state, "raw"], "noise never pays"
+    assert stored.lossy is None and not policy.allows_lossy
+    assert [bytes(d) for d in policy.record(stored).data] == [bytes(d) for d in given.data]
+
+
+def test_aging_is_lossless_and_happens_once() -> None:
+    policy, given = Policy("auto"), record()
+    stored = policy.encode(given)
+    aged = policy.age(given, names(stored))
+    assert aged is not None and aged.nbytes < 0.8 * stored.nbytes and aged.lossy is None
+    assert [bytes(d) for d in policy.record(aged).data] == [bytes(d) for d in given.data]
+    assert policy.age(given, names(aged)) is None
+    assert Policy("raw").age(given, names(stored)) is None
+
+
+def test_aging_noise_gains_nothing() -> None:
+    header = header_of(NOISE)
+    noise = Record(header, (np.random.default_rng(1).bytes(NOISE.nbytes),))
+    assert Policy("auto").age(noise, ["raw"]) is None
+
+
+def test_an_unknown_codec_is_a_codec_error() -> None:
+    given = record()
+    with pytest.raises(CodecError, match="unknown codec 'quantum'"):
+        Policy().decode(K, Coded("quantum", b"", {}), given.header)
+
+
+def test_an_unknown_mode_is_named() -> None:
+    with pytest.raises(ValueError, match="found 'tiny'"):
+        Policy("tiny")  # type: ignore[arg-type]

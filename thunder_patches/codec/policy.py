@@ -1,0 +1,143 @@
+"""Which codec each tensor of a record gets: when it is new, and when it has aged.
+
+The default is never lossy. A record with a lossy tensor says so (`Stored.lossy`); the store keeps that
+flag and never serves such a record to an exact look-up. Nothing is ever encoded a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+from thunder_patches.cache.record import Buffer, Header, Record, TensorSpec, flat
+
+from .base import Codec, CodecError, Coded, Refused
+from .codecs import CODECS, decode
+from .layout import rows_of
+
+Mode = Literal["auto", "raw", "lossless", "int8", "kvtc"]
+WORTH_IT = 0.95  # a codec that leaves more than this of a tensor isn't used
+
+
+class Counts(Protocol):
+    def add(self, name: str, n: int = 1) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A record as it is written: one `Coded` for each of the header's tensors, in their order."""
+
+    header: Header
+    tensors: tuple[Coded, ...]
+    lossy: str | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(coded.nbytes for coded in self.tensors)
+
+
+class Policy:
+    """What the store calls. Safe in several threads; bytes in, bytes out, no MLX.
+
+    Args:
+        mode: `THUNDER_CODEC`. "auto": new records raw, aged ones lossless. "raw", "lossless": that.
+            "int8", "kvtc": attention keys and values lossy, everything else lossless.
+        codecs: the codecs by name; those of a model's calibration are added by `with_codecs`.
+        fast_disk: in mode "auto", whether new records stay raw.
+        counts: told of `codec_fallbacks`, tensors for which the wanted codec wasn't good enough.
+    """
+
+    def __init__(
+        self,
+        mode: Mode = "auto",
+        *,
+        codecs: Mapping[str, Codec] = CODECS,
+        fast_disk: bool = True,
+        counts: Counts | None = None,
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise ValueError(
+                f"expected one of {', '.join(get_args(Mode))} as codec, found {mode!r}"
+            )
+        self.mode = mode
+        self.fast_disk = fast_disk
+        self._codecs = codecs
+        self._counts = counts
+
+    @property
+    def allows_lossy(self) -> bool:
+        """Whether look-ups may be answered by lossy records."""
+        return self.mode in ("int8", "kvtc")
+
+    def encode(self, record: Record) -> Stored:
+        """A new record as it goes to disk."""
+        if self.mode == "raw" or (self.mode == "auto" and self.fast_disk):
+            return self._stored(record, lambda spec: ())
+        if self.mode in ("auto", "lossless"):
+            return self._stored(record, self._lossless)
+        return self._stored(record, lambda spec: self._lossy(spec, record.header))
+
+    def age(self, record: Record, codecs: Iterable[str]) -> Stored | None:
+        """The record, smaller and still exact, for idle time or a folder under pressure.
+
+        Args:
+            record: decoded.
+            codecs: names of the codecs that its tensors are stored with now.
+
+        Returns:
+            None when it is to stay as it is: mode "raw", already encoded, or nothing gained.
+        """
+        if self.mode == "raw" or any(name != "raw" for name in codecs):
+            return None
+        stored = self._stored(record, self._lossless)
+        return stored if stored.nbytes < sum(s.nbytes for s in record.header.tensors) else None
+
+    def decode(self, spec: TensorSpec, coded: Coded, header: Header) -> Buffer:
+        """One tensor's bytes; raises CodecError, which the store treats as a bad file."""
+        return decode(spec, coded, header, self._codecs)
+
+    def record(self, stored: Stored) -> Record:
+        """All of a record decoded; raises CodecError."""
+        header = stored.header
+        if len(stored.tensors) != len(header.tensors):
+            raise CodecError(f"expected {len(header.tensors)} tensors, found {len(stored.tensors)}")
+        pairs = zip(header.tensors, stored.tensors, strict=True)
+        return Record(header, tuple(self.decode(spec, coded, header) for spec, coded in pairs))
+
+    def _lossless(self, spec: TensorSpec) -> tuple[str, ...]:
+        return ("planes+zstd",)
+
+    def _lossy(self, spec: TensorSpec, header: Header) -> tuple[str, ...]:
+        rows = rows_of(header.layout).get(spec.name)
+        if rows is None or not rows.attention:
+            return self._lossless(spec)
+        return (self.mode, *self._lossless(spec))
+
+    def _stored(self, record: Record, wanted) -> Stored:  # type: ignore[no-untyped-def]
+        header = record.header
+        tensors = tuple(
+            self._best(spec, data, header, wanted(spec))
+            for spec, data in zip(header.tensors, record.data, strict=True)
+        )
+        used = (self._codecs[coded.codec] for coded in tensors)
+        lossy = next((codec.name for codec in used if codec.lossy), None)
+        return Stored(header, tensors, lossy)
+
+    def _best(
+        self, spec: TensorSpec, data: Buffer, header: Header, wanted: tuple[str, ...]
+    ) -> Coded:
+        """The first of the wanted codecs that takes the tensor and is worth it, else raw."""
+        for i, name in enumerate(wanted):
+            codec = self._codecs.get(name)
+            try:
+                if codec is None:
+                    raise Refused(f"no codec {name}")
+                coded = codec.encode(spec, data, header)
+                if coded.nbytes <= WORTH_IT * spec.nbytes:
+                    return coded
+            except Refused:
+                pass
+            if self._counts is not None and i + 1 < len(wanted):
+                self._counts.add("codec_fallbacks")
+        return Coded("raw", flat(data))
