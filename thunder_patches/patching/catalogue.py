@@ -20,6 +20,10 @@ FEATURES: tuple[Feature, ...] = (
         switch="approx_skip",
         requires="ssd_cache",
     ),
+    Feature("exact_hit", "a prompt equal to a cached one leaves a token to compute"),
+    Feature(
+        "context_pilot", "reuse told to the client", switch="context_pilot", requires="ssd_cache"
+    ),
     Feature("routes", "/thunder/ on the host's port"),
 )
 
@@ -48,20 +52,22 @@ _GENERATE = "mlx_lm.generate"
 PATCHES: tuple[Patch, ...] = (
     # load
     _mlx_lm("ssd_cache", _SERVER, "ModelProvider._load", "load:load"),
-    # lookup and store
+    # lookup
+    _mlx_lm("exact_hit", _CACHE, "LRUPromptCache.fetch_nearest_cache", "lookup:leave_one"),
     _mlx_lm(
         "ssd_cache", _CACHE, "LRUPromptCache.fetch_nearest_cache", "lookup:fetch_nearest_cache"
     ),
-    _mlx_lm("ssd_cache", _CACHE, "LRUPromptCache.insert_cache", "store:insert_cache"),
     # the request, from its text to its tokens
     _mlx_lm("ssd_cache", _SERVER, "ResponseGenerator._tokenize", "requests:tokenize"),
     _mlx_lm("ssd_cache", _SERVER, "ResponseGenerator.generate", "requests:generate"),
     # the batched path
-    _mlx_lm("ssd_cache", _GENERATE, "PromptProcessingBatch.__init__", "batched:prompt_batch_init"),
+    _mlx_lm("ssd_cache", _GENERATE, "BatchGenerator.__init__", "batched:batch_generator_init"),
+    _mlx_lm("ssd_cache", _GENERATE, "BatchGenerator.insert_segments", "batched:insert_segments"),
+    _mlx_lm("ssd_cache", _GENERATE, "BatchGenerator.remove", "batched:remove"),
     _mlx_lm("ssd_cache", _GENERATE, "PromptProcessingBatch.prompt", "batched:prompt"),
     _mlx_lm("ssd_cache", _GENERATE, "PromptProcessingBatch.generate", "batched:generate"),
     _mlx_lm("ssd_cache", _GENERATE, "GenerationBatch.__init__", "batched:generation_init"),
-    _mlx_lm("ssd_cache", _GENERATE, "BatchGenerator.__init__", "batched:batch_generator_init"),
+    _mlx_lm("ssd_cache", _GENERATE, "GenerationBatch.next", "batched:generation_next"),
     # the serial path
     _mlx_lm("ssd_cache", _GENERATE, "generate_step", "serial:generate_step"),
     # what the client sees
@@ -77,5 +83,4 @@ PATCHES: tuple[Patch, ...] = (
     # status
     _mlx_lm("routes", _SERVER, "APIHandler.do_GET", "routes:do_get"),
     _mlx_lm("routes", _SERVER, "APIHandler.do_POST", "routes:do_post"),
-    _mlx_lm("routes", _SERVER, "APIHandler.do_DELETE", "routes:do_delete", adds=True),
 )

@@ -100,7 +100,7 @@ class Registry:
         for switch in ("enabled", feature.switch):
             if switch and not getattr(self.settings, switch):
                 said = self.settings.sources.get(switch)
-                default = f"off unless {variable(switch)}=1"
+                default = f"not asked for; {variable(switch)}=1 turns it on"
                 return Verdict(State.OFF, said or default)
         return None
 

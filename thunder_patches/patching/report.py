@@ -54,12 +54,12 @@ def note(feature: str, state: State | None, reason: str = "") -> None:
             _notes[feature] = Verdict(state, reason)
 
 
-def snapshot(registry: Registry | None = None) -> dict[str, Any]:
-    """The status, as JSON types."""
+def status(registry: Registry | None = None) -> dict[str, Any]:
+    """The status, as JSON types, of `registry` or else of what `publish` made known."""
     registry = registry or _registry
     with _lock:
         sections = dict(_sections)
-    status: dict[str, Any] = {
+    found: dict[str, Any] = {
         "version": __version__,
         "host": None,
         "features": {
@@ -68,22 +68,23 @@ def snapshot(registry: Registry | None = None) -> dict[str, Any]:
         },
         "cache": _empty_cache(),
         "model": {"identity": None, "family": None, "eligible": None, "reason": "no model loaded"},
+        "problems": [],
     }
-    if registry is not None and registry.host is not None:
-        status["host"] = {
-            "name": registry.host_name,
-            "distribution": registry.host.distribution,
-            "version": registry.host.version,
-            "fingerprint": registry.fingerprint,
-        }
     if registry is not None:
-        status["problems"] = list(registry.settings.problems)
+        found["problems"] = list(registry.settings.problems)
+        if registry.host is not None:
+            found["host"] = {
+                "name": registry.host_name,
+                "distribution": registry.host.distribution,
+                "version": registry.host.version,
+                "fingerprint": registry.fingerprint,
+            }
     for name, call in sections.items():
         try:
-            status[name] = call()
+            found[name] = call()
         except Exception as error:
-            status[name] = {"error": f"{type(error).__name__}: {error}"}
-    return status
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+    return found
 
 
 def _verdicts(registry: Registry | None) -> dict[str, Verdict]:
@@ -105,26 +106,30 @@ def _empty_cache() -> dict[str, Any]:
 def startup_line(registry: Registry) -> str:
     """``thunder 0.1.0: 7 of 9 features on; prefetch off (THUNDER_PREFETCH=0)``.
 
-    Features that are off by default, and not asked for, neither count nor show.
+    Features that are off by default, and not asked for, neither count nor show; of features that
+    need another one, only that other one shows.
     """
     title = f"thunder {__version__}"
     if not registry.settings.enabled:
-        return f"{title}: off ({registry.settings.sources.get('enabled', 'THUNDER=0')})"
+        return f"{title}: off ({registry.settings.sources['enabled']})"
     verdicts = _verdicts(registry)
-    shown = {}
-    for feature in registry.features:
-        verdict = verdicts[feature.name]
-        unasked = feature.switch and feature.switch not in registry.settings.sources
-        if not (verdict.state is State.OFF and unasked):
-            shown[feature.name] = verdict
-    on = sum(verdict.state is State.APPLIED for verdict in shown.values())
-    parts = [f"{title}: {on} of {len(shown)} features on"]
-    parts += [
-        f"{name} {str(verdict.state).replace('_', ' ')}"
-        + (f" ({verdict.reason})" if verdict.reason else "")
-        for name, verdict in shown.items()
-        if verdict.state is not State.APPLIED
+    asked = registry.settings.sources
+    counted = [
+        feature
+        for feature in registry.features
+        if verdicts[feature.name].state is not State.OFF or feature.switch in asked
     ]
+    missing: dict[Verdict, list[str]] = {}
+    for feature in counted:
+        verdict = verdicts[feature.name]
+        parent = verdicts.get(feature.requires, Verdict(State.APPLIED))
+        if verdict.state is not State.APPLIED and parent.state is State.APPLIED:
+            missing.setdefault(verdict, []).append(feature.name)
+    on = sum(verdicts[feature.name].state is State.APPLIED for feature in counted)
+    parts = [f"{title}: {on} of {len(counted)} features on"]
+    for verdict, names in missing.items():
+        reason = f" ({verdict.reason})" if verdict.reason else ""
+        parts.append(f"{', '.join(names)} {verdict.state.replace('_', ' ')}{reason}")
     return "; ".join([*parts, *registry.settings.problems])
 
 
@@ -195,20 +200,20 @@ class _Writer:
                 self.write()
 
     def write(self) -> None:
-        status = snapshot()
+        found = status()
         process = {"pid": self._pid, "started": self._started, "command": sys.argv[:1]}
         with self._lock, contextlib.suppress(OSError):
-            if status == self._written or self._stopped.is_set():
+            if found == self._written or self._stopped.is_set():
                 return
-            folder = self._file.parent
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (self._file.parent.parent, self._file.parent):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             temporary = self._file.with_suffix(f".{self._pid}.tmp")
-            text = json.dumps(status | {"process": process, "updated": time.time()}, default=str)
+            text = json.dumps(found | {"process": process, "updated": time.time()}, default=str)
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with open(descriptor, "w", encoding="utf-8") as out:
                 out.write(text)
             os.replace(temporary, self._file)
-            self._written = status
+            self._written = found
 
 
 def run_folder(wanted: Settings) -> Path:
