@@ -1,0 +1,165 @@
+"""The batched path of ``mlx_lm.generate``: store while prefilling, skip the first step where possible.
+
+A sequence is known by the uid that ``BatchGenerator.insert_segments`` gave it, from there until its
+answer is finished or it is removed. Only the generation thread comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from ...patching.guard import is_on, shield
+from ..arguments import named, replaced
+from ..session import Sequence
+from .first_step import FirstStep
+from .load import session_of
+from .requests import current
+
+
+@dataclass
+class Row:
+    """A sequence in the batch generator, and the logits to start it with, if they were stored."""
+
+    sequence: Sequence
+    logits: mx.array | None
+
+
+_rows: dict[int, Row] = {}
+
+
+def batch_generator_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """``BatchGenerator.__init__``: uids start anew; models with state prefill one prompt at a time.
+
+    mlx-lm 0.31.3 computes the shorter rows of a ragged hybrid batch wrongly, and a snapshot needs its
+    own position for each prompt.
+    """
+    with shield("ssd_cache", "new batch"):
+        _rows.clear()
+        session = session_of(named(wrapped, args, kwargs)["model"])
+        if session is not None and not session.cuttable:
+            args, kwargs = replaced(wrapped, args, kwargs, prefill_batch_size=1)
+    return wrapped(*args, **kwargs)
+
+
+def insert_segments(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """``BatchGenerator.insert_segments(segments, max_tokens, caches, all_tokens, ...) -> uids``."""
+    uids = wrapped(*args, **kwargs)
+    with shield("ssd_cache", "insert"):
+        prompt = current()
+        if prompt is None or prompt.sequence is None or len(uids) != 1:
+            return uids
+        logits = prompt.hit.logits if prompt.hit is not None else None
+        _rows[uids[0]] = Row(prompt.sequence, logits)
+    return uids
+
+
+def remove(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """``BatchGenerator.remove(uids, ...)``: the client went away."""
+    result = wrapped(*args, **kwargs)
+    with shield("ssd_cache", "remove"):
+        for uid in named(wrapped, args, kwargs)["uids"]:
+            _rows.pop(uid, None)
+    return result
+
+
+def prompt(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """``PromptProcessingBatch.prompt(tokens)``: prefill one chunk of each row, then store its blocks."""
+    parts: list[tuple[list[list[int]], bool]] = []
+    with shield("ssd_cache", "plan"):
+        parts = _parts(instance, named(wrapped, args, kwargs)["tokens"])
+    if not parts:
+        return wrapped(*args, **kwargs)
+    for part, snapshot in parts:
+        wrapped(part)
+        with shield("ssd_cache", "prefill"):
+            _store_rows(instance, snapshot)
+
+
+def _parts(batch: Any, tokens: list[list[int]]) -> list[tuple[list[list[int]], bool]]:
+    """The chunk, cut where snapshots are due: (tokens of each row, whether a snapshot is due after)."""
+    if len(tokens) != 1 or not tokens[0] or (row := _row(batch, 0)) is None:
+        return [(tokens, False)]
+    start = len(batch.tokens[0])
+    end = start + len(tokens[0])
+    due = row.sequence.due(start, end + 1)
+    cuts = sorted({start, *due, end})
+    return [
+        ([tokens[0][a - start : b - start]], b in due)
+        for a, b in zip(cuts, cuts[1:], strict=False)
+    ]
+
+
+def _store_rows(batch: Any, snapshot: bool) -> None:
+    for i, position in enumerate(map(len, batch.tokens)):
+        row = _row(batch, i)
+        if row is not None and row.logits is None:
+            row.sequence.store(batch.prompt_cache, position, row=i, snapshot=snapshot)
+
+
+def _row(batch: Any, i: int) -> Row | None:
+    return _rows.get(batch.uids[i]) if is_on("ssd_cache") else None
+
+
+def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """``PromptProcessingBatch.generate(tokens)``: rows with stored logits start apart from the others."""
+    tokens: Seq[list[int]] = ()
+    skipping: list[int] = []
+    with shield("skip_logic"):
+        tokens = named(wrapped, args, kwargs)["tokens"]
+        skipping = [
+            i for i in range(len(tokens)) if (row := _row(instance, i)) and row.logits is not None
+        ]
+    if not skipping or len(skipping) == len(tokens):
+        return wrapped(*args, **kwargs)
+    order = list(instance.uids)
+    apart = instance.split(skipping)
+    computed = wrapped([t for i, t in enumerate(tokens) if i not in skipping])
+    computed.extend(apart.generate([tokens[i] for i in skipping]))
+    computed.filter([computed.uids.index(uid) for uid in order])
+    return computed
+
+
+def generation_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """``GenerationBatch.__init__(model, uids, inputs, prompt_cache, tokens, ...)``: the first step."""
+    rows: list[Row | None] = []
+    with shield("ssd_cache", "first step"):
+        given = named(wrapped, args, kwargs)
+        rows = [_rows.get(uid) for uid in given["uids"]]
+    if not any(rows) or not is_on("ssd_cache"):
+        return wrapped(*args, **kwargs)
+    stored = [row.logits for row in rows if row is not None and row.logits is not None]
+    step = FirstStep(given["model"], stored if len(stored) == len(rows) else None)
+    args, kwargs = replaced(wrapped, args, kwargs, model=step)
+    try:
+        wrapped(*args, **kwargs)
+    finally:
+        instance.model = step.model
+    if step.stored is not None:
+        return
+    with shield("ssd_cache", "first token"):
+        for i, row in enumerate(rows):
+            if row is not None and step.logits is not None:
+                row.sequence.store(
+                    instance.prompt_cache,
+                    len(instance.tokens[i]),
+                    row=i,
+                    snapshot=True,
+                    logits=step.logits[i],
+                )
+
+
+def generation_next(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """``GenerationBatch.next() -> responses``: a finished answer's blocks are stored too."""
+    responses = wrapped(*args, **kwargs)
+    for response in responses:
+        if response.finish_reason is not None and response.uid in _rows:
+            with shield("ssd_cache", "answer"):
+                sequence = _rows.pop(response.uid).sequence
+                tokens = response.all_tokens
+                sequence.extend(tokens[len(sequence) :])
+                sequence.store(response.prompt_cache, len(tokens), snapshot=True)
+    return responses

@@ -1,0 +1,33 @@
+"""What the client sees of it: ``usage``, in whole answers and in the last chunk of a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...patching.guard import is_on, shield
+from .requests import answered
+
+
+def generate_response(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """``APIHandler.generate_response(...) -> dict``; only whole answers hold a usage."""
+    return _tell(wrapped(*args, **kwargs))
+
+
+def completion_usage_response(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """``APIHandler.completion_usage_response(...) -> dict``, the usage chunk of a stream."""
+    return _tell(wrapped(*args, **kwargs))
+
+
+def _tell(response: dict[str, Any]) -> dict[str, Any]:
+    with shield("ssd_cache", "usage"):
+        prompt = answered()
+        if "usage" in response and prompt is not None and prompt.outcome is not None:
+            outcome, usage = prompt.outcome, response["usage"]
+            usage["prompt_tokens_details"] = {"cached_tokens": outcome.cached_tokens}
+            if is_on("context_pilot"):
+                usage["context_pilot"] = {
+                    "skip": outcome.skip,
+                    "cached_tokens": outcome.cached_tokens,
+                    "source": outcome.source,
+                }
+    return response

@@ -1,0 +1,57 @@
+"""What a host process has one of: settings, counters, the store."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ..cache.store import CacheStore
+from ..config import Settings, settings
+from ..observe.counters import Counters
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Runtime:
+    settings: Settings
+    counters: Counters
+    store: CacheStore
+
+
+@cache
+def runtime() -> Runtime:
+    """The process's runtime, made on first use and closed at exit."""
+    chosen = settings()
+    counters = Counters()
+    folder = Path(chosen.cache_dir) / "v1"
+    store = CacheStore(
+        folder if chosen.ssd_cache else None,
+        disk_budget=disk_budget(chosen, folder),
+        ram_budget=ram_budget(chosen),
+        prefetch=chosen.prefetch,
+        counters=counters,
+    )
+    atexit.register(store.close)
+    return Runtime(chosen, counters, store)
+
+
+def disk_budget(chosen: Settings, folder: Path) -> int:
+    """Bytes that the cache folder may hold: as set, else 10 % of its disk, 50 GiB at most."""
+    if chosen.cache_max_gb is not None:
+        return int(chosen.cache_max_gb * _GIB)
+    there = next((p for p in (folder, *folder.parents) if p.exists()), Path("/"))
+    return min(50 * _GIB, shutil.disk_usage(there).total // 10)
+
+
+def ram_budget(chosen: Settings) -> int:
+    """Bytes of RAM for hot blocks: as set, else 5 % of the memory that is free now, 4 GiB at most."""
+    if chosen.ram_cache_mb is not None:
+        return int(chosen.ram_cache_mb) * _MIB
+    import psutil
+
+    return min(4 * _GIB, psutil.virtual_memory().available // 20)

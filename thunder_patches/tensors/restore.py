@@ -1,0 +1,181 @@
+"""Put stored blocks back into a prompt cache: bytes straight from the store into the final buffers.
+
+One preallocated array per row tensor of a layer, with room for the rest of the prompt and the answer;
+one ``mx.eval`` for the whole restore. Where an evaluated array can be written through its buffer
+(unified memory, CPU) the store reads into it; elsewhere into host memory, copied over once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+import mlx.core as mx
+import numpy as np
+
+from ..cache.match import Piece
+from ..cache.store import CacheStore, ReadJob
+from .cut import state_name
+from .layers import DTYPES, CacheObject, Layout, Meta, fill
+
+_SAME_SIZE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
+
+
+class RestoreFailed(Exception):
+    """A record that the plan counted on could not be read; the store has set it aside."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A filled prompt cache, the last token's logits if they were stored, and who had the bytes."""
+
+    caches: list[CacheObject]
+    logits: mx.array | None
+    sources: list[str]
+
+
+def restore(
+    store: CacheStore,
+    pieces: Sequence[Piece],
+    fresh: Sequence[CacheObject],
+    *,
+    length: int,
+    capacity: int,
+    logits: bool = False,
+) -> Restored:
+    """Fill a fresh prompt cache with the first ``length`` tokens of a stored prefix.
+
+    Args:
+        pieces: what to read, in order (`cache.match.Plan.pieces`); at least one.
+        fresh: the host's new, empty prompt cache for this model.
+        length: tokens that the cache stands for afterwards; at most what the pieces hold.
+        capacity: tokens to make room for, at least ``length``.
+        logits: also read the snapshot's last-token logits.
+
+    Raises:
+        RestoreFailed: when a record is missing or bad.
+        layers.UnsupportedCache, ValueError: when a record does not fit this model's cache.
+    """
+    last = pieces[-1]
+    header = store.header(last.key, last.parent, last.kind)
+    if header is None:
+        raise RestoreFailed("the last record has gone")
+    text, metas = split_layout(header.layout)
+    layout = Layout.loads(text)
+
+    buffers = Buffers()
+    rows = {
+        (path, i): buffers.add((1, heads, capacity, layout.groups[name][2]), layout.groups[name][0])
+        for path, _, _, placed in layout.parts
+        for i, (name, _, heads) in enumerate(placed)
+    }
+    whole = {
+        spec.name: buffers.add(spec.shape, spec.dtype)
+        for spec in header.tensors
+        if spec.name not in layout.groups
+    }
+    buffers.allocate()
+
+    jobs = []
+    for piece in pieces:
+        targets = _row_targets(layout, rows, buffers, piece, capacity)
+        if piece is last:
+            targets |= {name: [buffers.view(index)] for name, index in whole.items()}
+        wanted = header.layout if piece is last else text
+        jobs.append(ReadJob(piece.key, piece.kind, piece.parent, piece.tokens, wanted, targets))
+    found = [origin for origin in store.read_many(jobs) if origin is not None]
+    if len(found) < len(jobs):
+        raise RestoreFailed(f"{len(jobs) - len(found)} of {len(jobs)} records could not be read")
+
+    arrays = buffers.arrays()
+    states = {
+        path: ([arrays[whole[state_name(path, i)]] for i in range(meta["arrays"])], meta)
+        for path, meta in metas.items()
+    }
+    caches = fill(fresh, layout, {at: arrays[i] for at, i in rows.items()}, states, length)
+    last_logits = arrays[whole["logits"]] if logits else None
+    return Restored(caches, last_logits, found)
+
+
+def _row_targets(
+    layout: Layout, rows: dict[tuple[str, int], int], buffers: Buffers, piece: Piece, capacity: int
+) -> dict[str, list[memoryview | int]]:
+    """Where each row tensor of a record goes: one segment per head; rows past ``use`` are skipped."""
+    count = len(piece.tokens) // 8
+    targets: dict[str, list[memoryview | int]] = {name: [] for name in layout.groups}
+    for path, _, _, placed in layout.parts:
+        for i, (name, _, heads) in enumerate(placed):
+            dtype, _, dim = layout.groups[name]
+            width = dim * DTYPES[dtype].size
+            view, into = buffers.view(rows[path, i]), targets[name]
+            for head in range(heads):
+                at = (head * capacity + piece.start) * width
+                into.append(view[at : at + piece.use * width])
+                if piece.use < count:
+                    into.append((count - piece.use) * width)
+    return targets
+
+
+def join_layout(layout: str, metas: dict[str, Meta]) -> str:
+    """The layout text of a snapshot: the blocks' layout, and the meta of its state by path."""
+    return json.dumps({"layout": layout, "state": metas}, sort_keys=True, separators=(",", ":"))
+
+
+def split_layout(text: str) -> tuple[str, dict[str, Meta]]:
+    """Inverse of `join_layout`; a block's layout comes back with no state."""
+    value = json.loads(text)
+    if "layout" in value:
+        return value["layout"], value["state"]
+    return text, {}
+
+
+class Buffers:
+    """Arrays that are filled from outside MLX, allocated with a single evaluation."""
+
+    def __init__(self) -> None:
+        self._wanted: list[tuple[tuple[int, ...], str]] = []
+        self._arrays: list[mx.array] = []
+        self._host: list[np.ndarray] = []
+        self._views: list[memoryview] = []
+
+    def add(self, shape: tuple[int, ...], dtype: str) -> int:
+        """Ask for an array ``shape`` of safetensors type ``dtype``; returns its index."""
+        self._wanted.append((tuple(shape), dtype))
+        return len(self._wanted) - 1
+
+    def allocate(self) -> None:
+        if writes_through():
+            self._arrays = [mx.zeros(s, _SAME_SIZE[DTYPES[d].size]) for s, d in self._wanted]
+            mx.eval(self._arrays)
+            self._host = [np.asarray(array) for array in self._arrays]
+        else:
+            self._host = [
+                np.empty(prod(s) * DTYPES[d].size, np.uint8).view(f"u{DTYPES[d].size}").reshape(s)
+                for s, d in self._wanted
+            ]
+        self._views = [memoryview(h.reshape(-1).view(np.uint8)) for h in self._host]
+
+    def view(self, index: int) -> memoryview:
+        """The bytes of one array, writable, C order."""
+        return self._views[index]
+
+    def arrays(self) -> list[mx.array]:
+        """The arrays in the order asked for, in their own dtypes."""
+        arrays = self._arrays or [mx.array(host) for host in self._host]
+        return [array.view(DTYPES[d]) for array, (_, d) in zip(arrays, self._wanted, strict=True)]
+
+
+@cache
+def writes_through() -> bool:
+    """Whether bytes written to an evaluated array's buffer are seen by MLX on this device."""
+    try:
+        array = mx.zeros((64,), mx.uint16)
+        mx.eval(array)
+        view = np.asarray(array)
+        view[:] = 7
+        return int(mx.sum(array).item()) == 7 * 64
+    except Exception:
+        return False
