@@ -1,4 +1,4 @@
-"""Lossless codecs: every dtype and shape comes back bit for bit, and real-looking KV gets smaller."""
+"""Lossless codecs: every dtype and shape comes back bit for bit; KV-like values get smaller."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ JSON = st.recursive(
 
 
 @pytest.mark.parametrize("name", [*LOSSLESS, "no such codec"])
-@given(planes=JSON, payload=st.binary(max_size=64))
+@given(parts=JSON, payload=st.binary(max_size=64))
 @settings(max_examples=100, deadline=None)
-def test_hostile_parameters_are_a_codec_error(name: str, planes, payload: bytes) -> None:
+def test_hostile_parameters_are_a_codec_error(name: str, parts, payload: bytes) -> None:
     spec = TensorSpec("k0", "BF16", (2, 3, 4))
-    coded = Coded(name, payload, {"planes": planes})
+    coded = Coded(name, payload, {"parts": parts})
     if name == "raw" and len(payload) == spec.nbytes:
         return
     with pytest.raises(CodecError):
@@ -113,4 +113,4 @@ def test_a_frame_that_promises_too_much_is_refused_before_it_is_unpacked() -> No
     spec = TensorSpec("k0", "U8", (1, 1, 1000))
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 24))
     with pytest.raises(CodecError):
-        decode(spec, Coded("planes+zstd", bomb, {"planes": [["zstd", len(bomb)]]}), header_of(spec))
+        decode(spec, Coded("planes+zstd", bomb, {"parts": [["zstd", len(bomb)]]}), header_of(spec))

@@ -9,6 +9,7 @@ from codec_samples import header_of, kv_like, to_bytes
 from thunder_patches.cache.record import Record, TensorSpec
 from thunder_patches.codec.base import CodecError, Coded
 from thunder_patches.codec.policy import Policy, Stored
+from thunder_patches.observe.counters import Counters
 
 K, V = TensorSpec("k0", "BF16", (4, 256, 64)), TensorSpec("v0", "BF16", (4, 256, 64))
 STATE = TensorSpec("s1.0", "F32", (1, 8, 32, 32))
@@ -67,6 +68,27 @@ def test_aging_noise_gains_nothing() -> None:
     header = header_of(NOISE)
     noise = Record(header, (np.random.default_rng(1).bytes(NOISE.nbytes),))
     assert Policy("auto").age(noise, ["raw"]) is None
+
+
+@pytest.mark.parametrize(("quality", "values"), [("balanced", "int8"), ("small", "int4")])
+def test_int8_touches_attention_only_and_says_so(quality, values: str) -> None:
+    policy, given = Policy("int8", quality=quality), record()
+    stored = policy.encode(given)
+    assert names(stored) == ["int8", values, "planes+zstd", "raw"]
+    assert stored.lossy is not None and policy.allows_lossy
+    back = policy.record(stored)
+    assert bytes(back.data[0]) != bytes(given.data[0])
+    assert [bytes(d) for d in back.data[2:]] == [bytes(d) for d in given.data[2:]]
+    assert policy.age(back, names(stored)) is None, "never encoded twice"
+
+
+def test_nan_keeps_a_tensor_lossless() -> None:
+    given, counts = record(), Counters()
+    keys = np.frombuffer(given.data[0], np.uint16).copy()
+    keys[77] = 0x7FC1
+    stored = Policy("int8", counts=counts).encode(Record(given.header, (keys, *given.data[1:])))
+    assert names(stored)[:2] == ["planes+zstd", "int8"]
+    assert counts.snapshot()["codec_fallbacks"] == 1
 
 
 def test_an_unknown_codec_is_a_codec_error() -> None:

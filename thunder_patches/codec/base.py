@@ -1,8 +1,8 @@
 """What a codec is: a tensor's bytes in, fewer bytes and the parameters to get them back out.
 
-A stored tensor names its codec and carries that codec's parameters (JSON) beside the payload, so a
-reader needs nothing else but the tensor's name, dtype and shape, and for "kvtc" the calibration that
-the parameters name. Codecs are looked up by name in `codecs.CODECS`.
+A stored tensor names its codec and carries that codec's parameters (JSON) beside the payload, so
+a reader needs nothing else but the tensor's name, dtype and shape, and for "kvtc" the calibration
+that the parameters name. Codecs are looked up by name in `codecs.CODECS`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Params = dict[str, Any]
 
 
 class CodecError(ValueError):
-    """A payload that can't be decoded: unknown codec, wrong parameters, damaged or foreign bytes."""
+    """A payload that can't be decoded: unknown codec, wrong parameters, damaged bytes."""
 
 
 class Refused(Exception):

@@ -1,4 +1,4 @@
-"""The codecs by name. A new one is added here and in the policy that picks it; the store needs nothing."""
+"""The codecs by name. A new one is added here and to the policy; the store needs no change."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from thunder_patches.cache.record import Buffer, Header, TensorSpec
 
 from .base import Codec, CodecError, Coded
+from .integers import Int4, Int8
 from .planes import PlanesLz4, PlanesZstd
 from .raw import Raw
 
-CODECS: dict[str, Codec] = {c.name: c for c in (Raw(), PlanesLz4(), PlanesZstd())}
+CODECS: dict[str, Codec] = {c.name: c for c in (Raw(), PlanesLz4(), PlanesZstd(), Int8(), Int4())}
 
 
 def decode(

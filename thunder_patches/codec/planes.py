@@ -1,9 +1,9 @@
 """Lossless: the bytes of equal weight together, each such plane compressed where that pays.
 
-Floating point is rotated left by one bit first, so that the top byte of BF16 and F32 is the exponent
-alone and the sign goes to the end; mantissas are noise and stay as they are. In the top plane a
-channel's tokens follow each other, since its exponents vary little over time. All the work is done by
-the entropy coder: zstd is set up to look for hardly any matches.
+Floating point is rotated left by one bit first, so that the top byte of BF16 and F32 is the
+exponent alone and the sign goes to the end; mantissas are noise and stay as they are. In the top
+plane a channel's tokens follow each other, since its exponents vary little over time. All the work
+is done by the entropy coder: zstd is set up to look for hardly any matches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import lz4.block
 import numpy as np
@@ -22,8 +22,8 @@ from thunder_patches.cache.record import DTYPE_BYTES, Buffer, Header, TensorSpec
 from .base import CodecError, Coded, take
 
 FLOATS = {"BF16", "F16", "F32"}
-PAYS = 0.97  # a plane is kept compressed when this much of it or less is left
-SAMPLE = 1 << 16  # bytes of a plane that are tried before all of it is
+PAYS = 0.97  # a part is kept compressed when this much of it or less is left
+SAMPLE = 1 << 16  # bytes of a part that are tried before all of it is
 
 _local = threading.local()
 
@@ -86,45 +86,19 @@ PACKERS = {"zstd": (zstd_pack, zstd_unpack), "lz4": (lz4_pack, lz4_unpack)}
 
 
 class Planes:
-    """Byte planes, each raw or packed; parameter "planes": [[packer or "raw", bytes], ...]."""
+    """The tensor's byte planes as parts, see `join_parts`."""
 
     lossy: ClassVar[bool] = False
     packer: ClassVar[str]
     name: ClassVar[str]
 
     def encode(self, spec: TensorSpec, data: Buffer, header: Header) -> Coded:
-        if not spec.nbytes:
-            return Coded(self.name, b"", {"planes": []})
-        pack, _ = PACKERS[self.packer]
-        planes, parts = [], []
-        for plane in split(spec, flat(data)):
-            packed = _pack_if_it_pays(pack, plane)
-            if packed is None:
-                parts.append(plane.reshape(-1).data)
-                planes.append(["raw", plane.size])
-            else:
-                parts.append(memoryview(packed))
-                planes.append([self.packer, len(packed)])
-        return Coded(self.name, b"".join(parts), {"planes": planes})
+        parts, payload = join_parts(split(spec, flat(data)) if spec.nbytes else [], self.packer)
+        return Coded(self.name, payload, {"parts": parts})
 
     def decode(self, spec: TensorSpec, coded: Coded, header: Header) -> Buffer:
-        entries = take(coded.params, "planes", list)
         width = DTYPE_BYTES[spec.dtype]
-        if len(entries) != (width if spec.nbytes else 0):
-            raise CodecError(f"{spec.name}: expected {width} planes, found {len(entries)}")
-        data, at, size = flat(coded.data), 0, spec.nbytes // width
-        planes = []
-        for i, entry in enumerate(entries):
-            how, stored = _entry(entry)
-            part = data[at : at + stored]
-            at += stored
-            if len(part) != stored or (how == "raw" and stored != size):
-                raise CodecError(f"{spec.name}: plane {i} has {stored} bytes, or fewer are left")
-            whole = part if how == "raw" else PACKERS[how][1](part, size)
-            planes.append(np.frombuffer(whole, np.uint8))
-        if at != len(data):
-            raise CodecError(f"{spec.name}: {len(data) - at} bytes after the last plane")
-        return join(spec, planes)
+        return join(spec, split_parts(coded, [spec.nbytes // width] * width if spec.nbytes else []))
 
 
 class PlanesZstd(Planes):
@@ -189,8 +163,44 @@ def pieces(outer: int, inner: int) -> list[slice]:
     return [slice(i, i + step) for i in range(0, outer, step)]
 
 
-def _pack_if_it_pays(pack: Callable[[Buffer], bytes], plane: np.ndarray) -> bytes | None:
-    data = plane.reshape(-1).data
+def join_parts(arrays: list[np.ndarray], packer: str = "zstd") -> tuple[list[list[Any]], bytes]:
+    """The arrays' bytes one after another, each packed where that pays.
+
+    Returns:
+        the parameter "parts", [[packer or "raw", stored bytes], ...], and the payload.
+    """
+    parts: list[list[Any]] = []
+    payload: list[Buffer] = []
+    for array in arrays:
+        data = array.reshape(-1).view(np.uint8).data
+        packed = _pack_if_it_pays(PACKERS[packer][0], data)
+        payload.append(data if packed is None else packed)
+        parts.append(["raw", len(data)] if packed is None else [packer, len(packed)])
+    return parts, b"".join(payload)
+
+
+def split_parts(coded: Coded, sizes: list[int]) -> list[np.ndarray]:
+    """The flat uint8 arrays of a payload made by `join_parts`, of ``sizes`` bytes; CodecError."""
+    parts, data, at = take(coded.params, "parts", list), flat(coded.data), 0
+    if len(parts) != len(sizes):
+        raise CodecError(f"expected {len(sizes)} parts, found {len(parts)}")
+    arrays = []
+    for part, size in zip(parts, sizes, strict=True):
+        how, stored = _entry(part)
+        piece = data[at : at + stored]
+        at += stored
+        if len(piece) != stored or (how == "raw" and stored != size):
+            raise CodecError(f"expected {size} bytes stored as {part}, found {len(piece)}")
+        whole = piece if how == "raw" else PACKERS[how][1](piece, size)
+        arrays.append(np.frombuffer(whole, np.uint8))
+    if at != len(data):
+        raise CodecError(f"{len(data) - at} bytes after the last part")
+    return arrays
+
+
+def _pack_if_it_pays(pack: Callable[[Buffer], bytes], data: memoryview) -> bytes | None:
+    if not data:
+        return None
     packed = pack(data[:SAMPLE])
     if len(packed) > PAYS * min(SAMPLE, len(data)):
         return None
@@ -203,4 +213,4 @@ def _entry(entry: object) -> tuple[str, int]:
     match entry:
         case [str(how), int(stored)] if stored >= 0 and (how == "raw" or how in PACKERS):
             return how, stored
-    raise CodecError(f"expected [packer, bytes] of a plane, found {entry!r}")
+    raise CodecError(f"expected [packer, bytes] of a part, found {entry!r}")

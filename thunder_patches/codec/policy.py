@@ -1,7 +1,7 @@
 """Which codec each tensor of a record gets: when it is new, and when it has aged.
 
-The default is never lossy. A record with a lossy tensor says so (`Stored.lossy`); the store keeps that
-flag and never serves such a record to an exact look-up. Nothing is ever encoded a second time.
+The default is never lossy. A record with a lossy tensor says so (`Stored.lossy`); the store keeps
+that flag and never serves such a record to an exact look-up. Nothing is encoded a second time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .codecs import CODECS, decode
 from .layout import rows_of
 
 Mode = Literal["auto", "raw", "lossless", "int8", "kvtc"]
+Quality = Literal["high", "balanced", "small"]
 WORTH_IT = 0.95  # a codec that leaves more than this of a tensor isn't used
 
 
@@ -43,6 +44,7 @@ class Policy:
     Args:
         mode: `THUNDER_CODEC`. "auto": new records raw, aged ones lossless. "raw", "lossless": that.
             "int8", "kvtc": attention keys and values lossy, everything else lossless.
+        quality: of lossy modes. "int8" keeps keys in 8 bits, and values in 8 or ("small") 4.
         codecs: the codecs by name; those of a model's calibration are added by `with_codecs`.
         fast_disk: in mode "auto", whether new records stay raw.
         counts: told of `codec_fallbacks`, tensors for which the wanted codec wasn't good enough.
@@ -52,6 +54,7 @@ class Policy:
         self,
         mode: Mode = "auto",
         *,
+        quality: Quality = "balanced",
         codecs: Mapping[str, Codec] = CODECS,
         fast_disk: bool = True,
         counts: Counts | None = None,
@@ -60,7 +63,10 @@ class Policy:
             raise ValueError(
                 f"expected one of {', '.join(get_args(Mode))} as codec, found {mode!r}"
             )
+        if quality not in get_args(Quality):
+            raise ValueError(f"quality: expected one of {get_args(Quality)}, found {quality!r}")
         self.mode = mode
+        self.quality = quality
         self.fast_disk = fast_disk
         self._codecs = codecs
         self._counts = counts
@@ -112,7 +118,8 @@ class Policy:
         rows = rows_of(header.layout).get(spec.name)
         if rows is None or not rows.attention:
             return self._lossless(spec)
-        return (self.mode, *self._lossless(spec))
+        halved = self.mode == "int8" and self.quality == "small" and rows.role == "v"
+        return ("int4" if halved else self.mode, *self._lossless(spec))
 
     def _stored(self, record: Record, wanted) -> Stored:  # type: ignore[no-untyped-def]
         header = record.header
