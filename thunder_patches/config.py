@@ -174,7 +174,9 @@ def load(environ: Mapping[str, str], file: Path | None = None) -> Settings:
 
     for key, value in _read_file(file, problems).items():
         if key not in _PARSERS:
-            problems.append(f"{key} in {file} is not a setting" + _nearest(key, NAMES))
+            nearest = _nearest(key)
+            hint = f"; did you mean {nearest}?" if nearest else ""
+            problems.append(f"{key} in {file} is not a setting{hint}")
         elif isinstance(value, bool | int | float | str):
             text = str(int(value)) if isinstance(value, bool) else str(value)
             take(key, text, f"{key} = {text} in {file}")
@@ -187,7 +189,9 @@ def load(environ: Mapping[str, str], file: Path | None = None) -> Settings:
             shown = "***" if known[key] == "salt" else text
             take(known[key], text, f"{key}={shown}")
         elif key.startswith(PREFIX):
-            problems.append(f"{key} is not a setting" + _nearest(key, tuple(known)))
+            nearest = _nearest(key.removeprefix(PREFIX).lower())
+            hint = f"; did you mean {variable(nearest)}?" if nearest else ""
+            problems.append(f"{key} is not a setting{hint}")
 
     return Settings(**values, sources=sources, problems=tuple(problems))
 
@@ -204,12 +208,9 @@ def _read_file(file: Path | None, problems: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _nearest(name: str, valid: tuple[str, ...]) -> str:
-    match difflib.get_close_matches(name, valid, n=1, cutoff=0.5):
-        case [nearest]:
-            return f"; did you mean {nearest}?"
-        case _:
-            return ""
+def _nearest(name: str) -> str | None:
+    """The setting that was probably meant."""
+    return next(iter(difflib.get_close_matches(name, NAMES, n=1)), None)
 
 
 @functools.cache
