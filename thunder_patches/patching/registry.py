@@ -33,16 +33,14 @@ class Registry:
         self.host = host
         self.settings = wanted
         self.patches = [patch for patch in patches if patch.host == host_name]
-        self.features = [
-            feature
-            for feature in features
-            if host_name in feature.hosts
-            and (
-                feature.requires
-                or feature.eligibility
+        self.features: list[Feature] = []
+        for feature in features:
+            if host_name in feature.hosts and (
+                feature.eligibility
                 or any(patch.feature == feature.name for patch in self.patches)
-            )
-        ]
+                or any(parent.name == feature.requires for parent in self.features)
+            ):
+                self.features.append(feature)
         self.verdicts: dict[str, Verdict] = {}
         self.patch_verdicts: dict[str, Verdict] = {}
         self.fingerprint: str | None = None
@@ -271,7 +269,7 @@ class Registry:
 _HOOKED = (State.APPLIED, State.DISPLACED)
 
 _active: dict[str, Registry] = {}
-_activating = threading.Lock()
+_activating = threading.RLock()
 
 
 def activate(host_name: str, server: dict[str, Any] | None = None) -> Registry:
@@ -285,8 +283,9 @@ def activate(host_name: str, server: dict[str, Any] | None = None) -> Registry:
             loaded = sys.modules[server["__name__"]]
             spec_name = getattr(server.get("__spec__"), "name", loaded.__name__)
             host.modules[spec_name] = loaded
-        registry = _active[host_name] = Registry(host_name, host, settings())
+        registry = Registry(host_name, host, settings())
         registry.apply()
+        _active[host_name] = registry
     report.publish(registry)
     return registry
 
