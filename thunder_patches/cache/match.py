@@ -79,6 +79,7 @@ def plan(
     *,
     cuttable: bool,
     want_full: bool,
+    resume_from_end: bool = True,
 ) -> Plan:
     """The longest prefix of `tokens` that `store` can restore exactly.
 
@@ -88,7 +89,8 @@ def plan(
     at least the last token is left to compute. Reads no payload; a piece may still fail to load,
     which sets it aside, so that planning again gives the next best.
     """
-    prompt = _Prompt(keys, root, token_bytes(tokens), len(tokens), block_tokens, want_full)
+    prompt = _Prompt(keys, root, token_bytes(tokens), len(tokens), block_tokens, want_full,
+                     resume_from_end)  # fmt: skip
     matched = store.match(keys, root)
     if not cuttable:
         return _plan_snapshot(store, prompt, matched)
@@ -103,6 +105,7 @@ class _Prompt:
     length: int
     block_tokens: int
     want_full: bool
+    resume_from_end: bool
 
     def parent(self, depth: int) -> bytes:
         """Key that records after the first `depth` blocks hang off."""
@@ -179,6 +182,8 @@ def _longest_exact(
     for ref in fitting:
         length = ref.tail_length
         if exact_end and length == room and not (ref.end and prompt.want_full):
+            continue
+        if exact_end and ref.end and length < room and not prompt.resume_from_end:
             continue
         if length not in wanted:
             wanted[length] = snapshot_key(parent, prompt.part(base, base + length))

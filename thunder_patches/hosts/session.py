@@ -22,7 +22,7 @@ from ..cache.match import Plan, plan
 from ..cache.record import Header, Record, TensorSpec
 from ..cache.snapshots import points
 from ..tensors.cut import Cut, cut
-from ..tensors.layers import Layout, describe, is_cuttable, leaves
+from ..tensors.layers import Layout, describe, has_ring, is_cuttable, leaves
 from ..tensors.restore import RestoreFailed, join_layout, restore
 from .runtime import Runtime
 
@@ -74,6 +74,7 @@ class Session:
         self.make_cache = make_cache
         self.kinds = describe(fresh) + variant
         self.cuttable = is_cuttable(fresh)
+        self.ring = has_ring(fresh)
         self.block_tokens = runtime.settings.block_tokens
         self._roots: dict[str, bytes] = {}
 
@@ -132,6 +133,7 @@ class Sequence:
                 session.block_tokens,
                 cuttable=session.cuttable,
                 want_full=full,
+                resume_from_end=not session.ring,
             )
             if not found.position or not (found.full or found.position > longer_than):
                 return None
@@ -143,12 +145,16 @@ class Sequence:
         return None
 
     def due(self, start: int, end: int) -> list[int]:
-        """Where prefill from ``start`` must stop on its way to ``end`` to take snapshots."""
+        """Where prefill from ``start`` must stop, up to ``end``, to take snapshots.
+
+        With a ring the last one is due before the prompt's last token, which is a decode step.
+        """
         if self.session.cuttable:
             return []
         stride = self.session.runtime.settings.snapshot_stride
-        step = self.session.block_tokens
-        return [p for p in points(start, len(self), stride, step, self.boundaries) if p < end]
+        last = len(self) - 1 if self.session.ring else len(self)
+        due = points(start, last, stride, self.session.block_tokens, self.boundaries)
+        return [p for p in due if p <= end]
 
     def store(
         self,
@@ -158,6 +164,7 @@ class Sequence:
         row: int | None = None,
         snapshot: bool = False,
         logits: mx.array | None = None,
+        decoded: bool = False,
     ) -> None:
         """Store what of the first ``position`` tokens is not stored yet.
 
@@ -165,10 +172,13 @@ class Sequence:
             caches: the live prompt cache; evaluated or not.
             row: which sequence of a batched cache.
             snapshot: also store the state at ``position``, with ``logits`` ``[vocabulary]`` if given.
+            decoded: the last tokens were decoded, not prefilled.
         """
+        if decoded and self.session.ring:
+            return
         session, store = self.session, self.session.runtime.store
         step = session.block_tokens
-        blocks = position // step
+        blocks = (position - 1 if logits is not None and session.ring else position) // step
         missing = [
             i
             for i in range(self.checked, blocks)

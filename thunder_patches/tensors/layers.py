@@ -73,6 +73,9 @@ def leaves(caches: Sequence[CacheObject], row: int | None = None) -> list[Leaf]:
             rows = (("k", cache.keys[row]), ("v", cache.values[row]))
             found.append(Leaf(path, "KVCache", rows, padding))
             continue
+        if row is not None and kind(cache) == "BatchRotatingKVCache" and _alone(cache):
+            found.append(Leaf(path, "RotatingKVCache", (), 0, *_rotating_state(cache)))
+            continue
         if row is not None and hasattr(cache, "extract"):
             cache = cache.extract(row)
         name = kind(cache)
@@ -116,6 +119,15 @@ def describe(caches: Sequence[CacheObject]) -> str:
         else:
             names.append((name, 1))
     return " ".join(name if n == 1 else f"{n}*{name}" for name, n in names)
+
+
+def has_ring(caches: Sequence[CacheObject]) -> bool:
+    """Whether a layer keeps a window that decoding turns into a ring.
+
+    Attention over a ring sums in another order than over the same window in temporal order, so the
+    state after a decode step is not to the bit that after prefill of the same tokens.
+    """
+    return any(kind(cache) == "RotatingKVCache" for _, cache in _flatten(caches))
 
 
 def is_cuttable(caches: Sequence[CacheObject]) -> bool:
@@ -281,12 +293,17 @@ def _set_arrays(cache: CacheObject, arrays: Sequence[mx.array], meta: Meta) -> N
 
 
 def _rotating_state(cache: CacheObject) -> tuple[tuple[mx.array, ...], Meta]:
-    """Keys and values of a ``RotatingKVCache`` verbatim, less what the next update would drop.
+    """Keys and values of a rotating cache, batched or not, verbatim, less what the next update would drop.
 
     In temporal order only the first ``keep`` and the last ``max_size`` entries are ever read again;
     a ring that has wrapped is kept as it is, with its write position.
     """
-    meta = {a: int(getattr(cache, a)) for a in ("offset", "_idx", "keep", "max_size")}
+    meta = {
+        "offset": int(cache.offset.item() if isinstance(cache.offset, mx.array) else cache.offset),
+        "keep": int(getattr(cache, "keep", 0)),
+        "_idx": int(cache._idx),
+        "max_size": int(cache.max_size),
+    }
     if cache.keys is None:
         return (), meta
     keys, values = cache.keys, cache.values
@@ -300,6 +317,11 @@ def _rotating_state(cache: CacheObject) -> tuple[tuple[mx.array, ...], Meta]:
     elif meta["offset"] == idx < held:
         keys, values = keys[..., :idx, :], values[..., :idx, :]
     return (keys, values), meta
+
+
+def _alone(cache: CacheObject) -> bool:
+    """Whether a ``BatchRotatingKVCache`` holds one sequence and no padding: its ring is verbatim."""
+    return cache.keys is None or (cache.keys.shape[0] == 1 and cache.left_padding.item() <= 0)
 
 
 def _set_rotating(cache: CacheObject, arrays: Sequence[mx.array], meta: Meta) -> None:

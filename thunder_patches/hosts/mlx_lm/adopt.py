@@ -1,7 +1,9 @@
-"""A restored KV cache enters a batch of one without being copied.
+"""A restored cache enters a batch of one as it is.
 
 ``KVCache.merge`` copies the keys and values into an exact-size batch cache, and the first decoded token
 copies them again to grow it. A restored cache has room already, so a batch of one takes its buffers.
+``RotatingKVCache.merge`` puts a ring into temporal order: the sums of the next attention then differ in
+their last bits from those of a server that never stopped. A batch of one keeps the ring.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 
 from ...tensors.layers import alias
 
@@ -30,12 +32,33 @@ class RestoredKVCache(KVCache):
         return batch
 
 
-alias("RestoredKVCache", of="KVCache")
+class RestoredRotatingKVCache(RotatingKVCache):
+    """A ``RotatingKVCache`` whose ``merge`` keeps the ring of a single sequence."""
+
+    @classmethod
+    def merge(cls, caches: Sequence[RotatingKVCache]) -> BatchRotatingKVCache:
+        if len(caches) != 1 or caches[0].keys is None or caches[0].keep:
+            return BatchRotatingKVCache.merge(caches)
+        (cache,) = caches
+        batch = BatchRotatingKVCache(cache.max_size, [0])
+        batch.keys, batch.values = cache.keys, cache.values
+        batch.offset = mx.array([cache.offset])
+        batch._idx, batch._offset = cache._idx, cache.offset
+        batch.rotated = cache._idx < cache.offset and cache.keys.shape[2] == cache.max_size
+        batch.rotated = batch.rotated and cache._idx < cache.max_size
+        return batch
+
+
+_SUBCLASSES = {KVCache: RestoredKVCache, RotatingKVCache: RestoredRotatingKVCache}
+for _known, _restored in _SUBCLASSES.items():
+    alias(_restored.__name__, of=_known.__name__)
 
 
 def adopt(caches: list[Any]) -> list[Any]:
-    """Make the plain KV caches of a restored prompt cache adoptable, in place."""
+    """Make the caches of a restored prompt cache adoptable, in place."""
     for cache in caches:
-        if type(cache) is KVCache:
-            cache.__class__ = RestoredKVCache
+        if type(cache) in _SUBCLASSES:
+            cache.__class__ = _SUBCLASSES[type(cache)]
+        elif hasattr(cache, "caches"):
+            adopt(list(cache.caches))
     return caches

@@ -85,7 +85,7 @@ def _parts(batch: Any, tokens: list[list[int]]) -> list[tuple[list[list[int]], b
         return [(tokens, False)]
     start = len(batch.tokens[0])
     end = start + len(tokens[0])
-    due = row.sequence.due(start, end + 1)
+    due = row.sequence.due(start, end)
     cuts = sorted({start, *due, end})
     return [
         ([tokens[0][a - start : b - start]], b in due)
@@ -161,5 +161,5 @@ def generation_next(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
                 sequence = _rows.pop(response.uid).sequence
                 tokens = response.all_tokens
                 sequence.extend(tokens[len(sequence) :])
-                sequence.store(response.prompt_cache, len(tokens), snapshot=True)
+                sequence.store(response.prompt_cache, len(tokens), snapshot=True, decoded=True)
     return responses

@@ -37,7 +37,7 @@ class SerialSteps:
     Args:
         total: tokens that the host will prefill, the last prompt token included.
         stored: ``[vocabulary]``, logits of the last prompt token: it is then not computed.
-        stops: tokens after which to call ``at_stop(tokens so far)``; calls that span one are split.
+        stops: tokens after which to call ``at_stop(tokens so far)``, in order; a call that spans one is split.
         at_end: called with the logits ``[vocabulary]`` once the caches hold exactly the prompt.
     """
 
@@ -68,15 +68,19 @@ class SerialSteps:
             self._at_end, at_end = None, self._at_end
             at_end(self._logits)
             self._logits = None
-        while self._stops and self.seen < self._stops[0] < self.seen + inputs.shape[1]:
-            size = self._stops[0] - self.seen
-            self.model(inputs[:, :size], cache=cache, **kwargs)
-            self.seen += size
-            self._at_stop(self.seen)
+        while self._stops and self._stops[0] <= self.seen:
             self._stops.pop(0)
+        while True:
+            left = inputs.shape[1]
+            size = min(left, self._stops[0] - self.seen) if self._stops else left
+            result = self.model(inputs[:, :size], cache=cache, **kwargs)
+            self.seen += size
+            if self._stops and self.seen == self._stops[0]:
+                self._stops.pop(0)
+                self._at_stop(self.seen)
+            if size == left:
+                break
             inputs = inputs[:, size:]
-        result = self.model(inputs, cache=cache, **kwargs)
-        self.seen += inputs.shape[1]
         if self.seen == self._total:
             self._logits = result[0, -1]
         return result

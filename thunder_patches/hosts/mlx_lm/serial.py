@@ -47,7 +47,7 @@ def _steps(
             sequence.store(cache, len(sequence), snapshot=True, logits=logits)
 
     total = len(sequence) - held
-    stops = [p - held for p in sequence.due(held, len(sequence))]
+    stops = [p - held for p in sequence.due(held, len(sequence) - 1)]
     return SerialSteps(model, total, stored, stops, at_stop, at_end)
 
 
@@ -83,4 +83,4 @@ def _generate(
             held_now = held + steps.seen
             if length < held_now <= length + len(answer):
                 sequence.extend(answer[: held_now - length])
-                sequence.store(cache, held_now, snapshot=True)
+                sequence.store(cache, held_now, snapshot=True, decoded=True)
