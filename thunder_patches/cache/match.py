@@ -10,20 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from thunder_patches.cache.keys import snapshot_key, token_bytes
-from thunder_patches.cache.record import Header, Kind
+from thunder_patches.cache.record import Header, Kind, Ref
 
 # Headers read, at most, to find how far into a differing block or tail the prompt still agrees.
 MAX_HEADERS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotRef:
-    """A snapshot as its file's name describes it."""
-
-    key: bytes
-    parent: bytes
-    tail_length: int
-    end: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +55,7 @@ class Lookup(Protocol):
     """What planning needs of a store; every call is safe at any time and changes nothing."""
 
     def match(self, keys: Sequence[bytes], root: bytes) -> int: ...
-    def snapshots(self, parent: bytes) -> Sequence[SnapshotRef]: ...
+    def snapshots(self, parent: bytes) -> Sequence[Ref]: ...
     def children(self, parent: bytes) -> Sequence[bytes]: ...
     def header(self, key: bytes, parent: bytes, kind: Kind = "block") -> Header | None: ...
 
@@ -149,8 +139,8 @@ def _plan_rows(store: Lookup, prompt: _Prompt, matched: int) -> Plan:
     exact = _longest_exact(prompt, matched, refs, exact_end=False)
     whole = exact is not None and base + exact.tail_length == prompt.length
     if exact is not None and whole and exact.end and prompt.want_full:
-        piece = _snapshot_piece(prompt, base, exact)
-        return Plan(prompt.length, prompt.blocks(matched, base), piece, None, True)
+        blocks = prompt.blocks(matched, base)
+        return Plan(prompt.length, blocks, _snapshot_piece(prompt, base, exact), None, True)
     reach = exact.tail_length if exact is not None else 0
     limit = prompt.length - 1
     partial = None
@@ -160,15 +150,15 @@ def _plan_rows(store: Lookup, prompt: _Prompt, matched: int) -> Plan:
         position = min(base + partial.use, limit)
         return Plan(position, prompt.blocks(matched, base), None, _used(partial, position - base))
     position = max(min(base + reach, limit), 0)
-    piece = None
+    piece: Piece | None = None
     if exact is not None and position > base:
         piece = _used(_snapshot_piece(prompt, base, exact), position - base)
     return Plan(position, prompt.blocks(matched, position), piece)
 
 
 def _longest_exact(
-    prompt: _Prompt, depth: int, refs: Iterable[SnapshotRef], *, exact_end: bool
-) -> SnapshotRef | None:
+    prompt: _Prompt, depth: int, refs: Iterable[Ref], *, exact_end: bool
+) -> Ref | None:
     """The snapshot with the longest tail that is the prompt's: its key says so, no file is read.
 
     exact_end: the snapshot can't be cut, so one of the whole prompt needs its logits.
@@ -197,7 +187,7 @@ def _longest_partial(
     prompt: _Prompt,
     base: int,
     parent: bytes,
-    refs: Iterable[SnapshotRef],
+    refs: Iterable[Ref],
     reach: int,
 ) -> Piece | None:
     """The block or snapshot after `parent` that shares more than `reach` of the next tokens."""
@@ -224,7 +214,7 @@ def _common(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> int:
     return int(differs.argmax()) if differs.any() else size
 
 
-def _snapshot_piece(prompt: _Prompt, base: int, ref: SnapshotRef) -> Piece:
+def _snapshot_piece(prompt: _Prompt, base: int, ref: Ref) -> Piece:
     tokens = prompt.part(base, base + ref.tail_length)
     return Piece("snapshot", ref.key, prompt.parent(base // prompt.block_tokens), base, tokens,
                  ref.tail_length)  # fmt: skip

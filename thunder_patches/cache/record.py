@@ -31,6 +31,44 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Ref:
+    """A record as its file's name describes it.
+
+    tail_length, end: of a snapshot, its number of tokens, and whether it holds their logits.
+    """
+
+    kind: Kind
+    key: bytes
+    parent: bytes
+    tail_length: int = 0
+    end: bool = False
+
+
+class Tree:
+    """Refs by the record that they hang off. Not locked: its owner's lock guards it."""
+
+    def __init__(self) -> None:
+        self._after: dict[bytes, dict[bytes, Ref]] = {}
+
+    def add(self, ref: Ref) -> None:
+        self._after.setdefault(ref.parent, {})[ref.key] = ref
+
+    def discard(self, ref: Ref) -> bool:
+        """Take `ref` out; True when its parent has nothing hanging off it any more."""
+        refs = self._after.get(ref.parent)
+        if refs is None or refs.pop(ref.key, None) is None or refs:
+            return False
+        del self._after[ref.parent]
+        return True
+
+    def after(self, parent: bytes) -> list[Ref]:
+        return list(self._after.get(parent, {}).values())
+
+    def __contains__(self, parent: bytes) -> bool:
+        return parent in self._after
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
     """All of a record but its tensors' bytes.
 
@@ -53,6 +91,12 @@ class Header:
     @property
     def n_tokens(self) -> int:
         return len(self.tokens) // 8
+
+    @property
+    def ref(self) -> Ref:
+        if self.kind == "block":
+            return Ref("block", self.key, self.parent)
+        return Ref("snapshot", self.key, self.parent, self.n_tokens, self.end)
 
 
 @dataclass(frozen=True, slots=True)

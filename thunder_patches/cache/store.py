@@ -1,42 +1,44 @@
-"""The store that the hosts' adapters talk to. (First version: memory only; files follow.)"""
+"""The cache that the hosts' adapters talk to: memory, the write queue and the folder as one store.
+
+A record is looked for in memory, then among those on their way to the disk, then in the folder.
+No method raises for what a disk, a file or another process does; `stats` says what is wrong.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from thunder_patches.cache.match import SnapshotRef
-from thunder_patches.cache.record import Header, Kind, Record, flat
+from thunder_patches.cache.disk import Counts, DiskStore, ReadJob
+from thunder_patches.cache.file import Codec, RawCodec, copy_into
+from thunder_patches.cache.ram import RamTier
+from thunder_patches.cache.record import Header, Kind, Record, Ref
+from thunder_patches.cache.writer import WriteQueue
+
+__all__ = ["CacheStore", "Counts", "ReadJob", "Ref", "Source"]
 
 Source = Literal["ram", "ssd"]
-# Where a tensor's bytes go: writable views whose concatenation is the tensor; an int skips so many
-# bytes (checked, then thrown away).
-Segments = Sequence[memoryview | int]
+READERS = 4
 
 
-class Counts(Protocol):
+class _NoCounts:
     def add(self, name: str, n: int = 1) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ReadJob:
-    """One record to read: what must be true of it, and where its tensors go.
+class CacheStore:
+    """One store for a process. All methods may be called from any thread; none waits for a writer.
 
-    A tensor that isn't in `targets` is read and checked, then thrown away.
+    folder: where the files go, None for memory only. disk_budget, ram_budget: bytes; the folder's
+    counts everything in it. codec: None stores tensors as they are. counters: gets
+    `blocks_written`, `blocks_evicted`, `writes_dropped`, `corrupt`, `set_aside`, `read_errors`.
+    writers: threads that write; queue_bytes: how much may wait for them. fsync: have each file on
+    the disk before it gets its name (a file torn by a power cut is found out by its checksum).
     """
 
-    key: bytes
-    kind: Kind
-    parent: bytes
-    tokens: bytes
-    layout: str
-    targets: Mapping[str, Segments]
-
-
-class CacheStore:
     def __init__(
         self,
         folder: Path | None,
@@ -44,80 +46,204 @@ class CacheStore:
         disk_budget: int,
         ram_budget: int,
         prefetch: bool = True,
-        codec: Any = None,
+        codec: Codec | None = None,
         counters: Counts | None = None,
         writers: int = 2,
         queue_bytes: int = 1 << 30,
+        fsync: bool = False,
     ) -> None:
-        self._lock = threading.Lock()
-        self._records: dict[bytes, Record] = {}
+        self._counters = counters if counters is not None else _NoCounts()
+        self._ram = RamTier(ram_budget)
+        self._disk: DiskStore | None = None
+        self._queue: WriteQueue | None = None
+        if folder is not None:
+            self._disk = DiskStore(
+                folder, disk_budget, codec or RawCodec(), self._counters, fsync=fsync
+            )
+            self._queue = WriteQueue(
+                self._disk.write,
+                idle=self._disk.write_touches,
+                dropped=lambda record: self._counters.add("writes_dropped"),
+                threads=writers,
+                max_bytes=queue_bytes,
+            )
+        self._readers = ThreadPoolExecutor(READERS, "thunder-read")
+        self._ahead = ThreadPoolExecutor(READERS, "thunder-ahead") if prefetch else None
+        self._coming: dict[bytes, Future[None]] = {}
+        self._closed = False
 
     def put(self, record: Record, stamp: int) -> None:
-        with self._lock:
-            self._records[record.header.key] = record
+        """Keep the record, used at `stamp` (ns since the epoch: the request's time).
+
+        It can be found at once. Its buffers must not change any more.
+        """
+        key = record.header.key
+        self._ram.put(record, stamp)
+        if self._disk is None or self._queue is None:
+            return
+        if self._disk.knows(key):
+            self.touch([key], stamp)
+        else:
+            self._queue.put(record, stamp)
+
+    # Looking up
 
     def match(self, keys: Sequence[bytes], root: bytes) -> int:
+        """How many of a chain's blocks are there before the first that isn't."""
+        parent = root
         for i, key in enumerate(keys):
-            if key not in self._records:
+            in_memory = key in self._ram or (self._queue is not None and key in self._queue)
+            if not in_memory and not (self._disk and self._disk.has(Ref("block", key, parent))):
                 return i
+            parent = key
         return len(keys)
 
-    def snapshots(self, parent: bytes) -> tuple[SnapshotRef, ...]:
-        with self._lock:
-            heads = [r.header for r in self._records.values()]
-        return tuple(
-            SnapshotRef(h.key, h.parent, h.n_tokens, h.end)
-            for h in heads
-            if h.kind == "snapshot" and h.parent == parent
-        )
+    def snapshots(self, parent: bytes) -> tuple[Ref, ...]:
+        """The snapshots that hang off `parent` (a block's key or the root key)."""
+        refs = self._in_memory(parent, "snapshot")
+        if self._disk is not None:
+            refs |= {ref.key: ref for ref in self._disk.snapshots(parent) if ref.key not in refs}
+        return tuple(refs.values())
 
     def children(self, parent: bytes) -> tuple[bytes, ...]:
-        with self._lock:
-            heads = [r.header for r in self._records.values()]
-        return tuple(h.key for h in heads if h.kind == "block" and h.parent == parent)
+        """Keys of the blocks known to hang off `parent`, about the latest used first."""
+        keys = self._in_memory(parent, "block")
+        if self._disk is not None:
+            keys |= {ref.key: ref for ref in self._disk.children(parent) if ref.key not in keys}
+        return tuple(keys)
 
     def header(self, key: bytes, parent: bytes, kind: Kind = "block") -> Header | None:
-        record = self._records.get(key)
-        return record.header if record else None
+        """The record's header; reads the first kilobytes of its file unless it's in memory."""
+        record = self._ram.peek(key) or (self._queue.get(key) if self._queue else None)
+        if record is not None:
+            return record.header
+        if self._disk is None:
+            return None
+        ref = self._disk.locate(kind, key, parent)
+        return self._disk.header(ref) if ref is not None else None
+
+    # Reading
 
     def read_many(self, jobs: Sequence[ReadJob]) -> list[Source | None]:
-        return [self._read(job) for job in jobs]
+        """Read the records into their targets, several at once; where each came from.
 
-    def _read(self, job: ReadJob) -> Source | None:
-        record = self._records.get(job.key)
-        if record is None:
-            return None
-        head = record.header
-        if (head.kind, head.parent, head.tokens, head.layout) != (
-            job.kind,
-            job.parent,
-            job.tokens,
-            job.layout,
-        ):
-            return None
-        for spec, data in zip(head.tensors, record.data, strict=True):
-            source = flat(data)
-            at = 0
-            for segment in job.targets.get(spec.name, ()):
-                if isinstance(segment, int):
-                    at += segment
-                    continue
-                part = flat(segment)
-                part[:] = source[at : at + part.nbytes]
-                at += part.nbytes
-        return "ram"
+        None: the record is gone, or was bad and is set aside; its targets then hold rubbish.
+        """
+        tick = time.time_ns()
+        for job in jobs:
+            if (coming := self._coming.pop(job.key, None)) is not None:
+                coming.cancel()
+        if len(jobs) == 1:
+            sources = [self._read(jobs[0], tick)]
+        else:
+            sources = list(self._readers.map(lambda job: self._read(job, tick), jobs))
+        used = [job.key for job, source in zip(jobs, sources, strict=True) if source is not None]
+        self.touch(used, tick)
+        self._promote([j.key for j, s in zip(jobs, sources, strict=True) if s == "ssd"], tick)
+        return sources
 
-    def prefetch(self, keys: Sequence[bytes]) -> None: ...
-    def touch(self, keys: Sequence[bytes], stamp: int) -> None: ...
-    def pin(self, keys: Sequence[bytes], owner: str) -> None: ...
-    def unpin(self, keys: Sequence[bytes], owner: str) -> None: ...
+    def _read(self, job: ReadJob, tick: int) -> Source | None:
+        record = self._ram.get(job.key, tick) or (self._queue.get(job.key) if self._queue else None)
+        if record is not None:
+            return "ram" if self._copy(record, job) else None
+        return "ssd" if self._disk is not None and self._disk.read(job) else None
 
-    def flush(self, timeout: float = 5.0) -> bool:
+    def _copy(self, record: Record, job: ReadJob) -> bool:
+        if job.refuses(record.header) is not None:
+            return False
+        tensors = dict(zip((t.name for t in record.header.tensors), record.data, strict=True))
+        try:
+            for name, segments in job.targets.items():
+                copy_into(tensors[name], segments)
+        except (KeyError, ValueError, TypeError):
+            return False
         return True
 
-    def close(self) -> None: ...
+    def _promote(self, keys: Sequence[bytes], tick: int) -> None:
+        """Load into memory, afterwards, those records that were used before and fit there."""
+        if self._disk is None:
+            return
+        wanted = [key for key in keys if self._ram.wants(key, self._disk.size(key), tick)]
+        if wanted:
+            self._submit(self._readers, self._load, wanted)
+
+    def _load(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            if self._closed or self._disk is None:
+                return
+            record = self._disk.load(key)
+            if record is not None and not self._ram.hold(record):
+                return
+
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Have the files of these records read ahead, in the background, by four threads."""
+        if self._ahead is None or self._disk is None:
+            return
+        for key in [key for key, future in self._coming.items() if future.done()]:
+            self._coming.pop(key, None)
+        for key in keys:
+            if key not in self._ram and key not in self._coming and self._disk.knows(key):
+                future = self._submit(self._ahead, self._disk.read_ahead, key)
+                if future is not None:
+                    self._coming[key] = future
+
+    def _submit(self, pool: ThreadPoolExecutor, work: Any, *args: Any) -> Future[None] | None:
+        with suppress(RuntimeError):  # the pool, or the interpreter, is shutting down
+            return pool.submit(work, *args)
+        return None
+
+    # Keeping
+
+    def touch(self, keys: Sequence[bytes], stamp: int) -> None:
+        """Note a use of these records at `stamp` (ns); the writers persist it when they're idle."""
+        if self._disk is not None and self._queue is not None and keys:
+            self._disk.touch(keys, stamp)
+            self._queue.poke()
+
+    def pin(self, keys: Sequence[bytes], owner: str) -> None:
+        """Keep these records, and all that they hang off, until `owner` unpins them."""
+        if self._disk is not None:
+            self._disk.pin(keys, owner)
+
+    def unpin(self, keys: Sequence[bytes], owner: str) -> None:
+        if self._disk is not None:
+            self._disk.unpin(keys, owner)
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait until everything put in is on the disk; False after `timeout` seconds."""
+        return self._queue is None or self._queue.flush(timeout)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Write what waits, for at most `timeout` seconds, and stop all threads."""
+        self._closed = True
+        if self._queue is not None:
+            self._queue.close(timeout)
+        for pool in (self._readers, self._ahead):
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
+        if self._disk is not None:
+            self._disk.close()
 
     def stats(self) -> dict[str, Any]:
-        size = sum(r.nbytes for r in self._records.values())
-        ram = {"bytes": size, "budget_bytes": 0, "blocks": len(self._records)}
-        return {"ram": ram, "ssd": {"bytes": 0, "budget_bytes": 0, "blocks": 0}, "problem": None}
+        """`ram` and `ssd` (bytes, budget_bytes, blocks), `queue`, and `problem`: what is wrong."""
+        none = {"bytes": 0, "budget_bytes": 0, "blocks": 0, "scanned": True}
+        problems = self._disk.problems if self._disk is not None else {}
+        return {
+            "ram": {
+                "bytes": self._ram.bytes,
+                "budget_bytes": self._ram.budget,
+                "blocks": len(self._ram),
+            },
+            "ssd": self._disk.stats() if self._disk is not None else none,
+            "queue": {
+                "bytes": self._queue.bytes if self._queue is not None else 0,
+                "blocks": len(self._queue) if self._queue is not None else 0,
+            },
+            "problem": "; ".join(f"{kind}: {text}" for kind, text in problems.items()) or None,
+        }
+
+    def _in_memory(self, parent: bytes, kind: Kind) -> dict[bytes, Ref]:
+        refs = self._ram.after(parent)
+        if self._queue is not None:
+            refs += self._queue.after(parent)
+        return {ref.key: ref for ref in reversed(refs) if ref.kind == kind}

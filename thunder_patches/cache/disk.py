@@ -1,0 +1,524 @@
+"""Records in a folder: found by name, written within a budget, checked when read.
+
+Nothing here raises for what a disk or another process can do: a request goes on without the record,
+and `problems` says what is wrong.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from filelock import Timeout
+
+from thunder_patches.cache.file import (
+    BadFile,
+    Codec,
+    Segments,
+    Stored,
+    compose,
+    read_into,
+    read_record,
+    read_stored,
+    write_all,
+)
+from thunder_patches.cache.folder import Folder, Found, Outside, Usage
+from thunder_patches.cache.index import Entry, Index
+from thunder_patches.cache.record import Header, Kind, Record, Ref
+
+# The process is short of something for the moment; the file is as good as before.
+_TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_HEADERS_KEPT = 256
+_RESCAN_SECONDS = 2.0
+_MAX_PAUSE_SECONDS = 30.0
+_SCRATCH_BYTES = 1 << 20
+
+T = TypeVar("T")
+
+
+class Counts(Protocol):
+    """Where to count; see DESIGN for the names."""
+
+    def add(self, name: str, n: int = 1) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReadJob:
+    """One record to read: what must be true of it, and where its tensors go.
+
+    `targets`, by tensor name: writable C-contiguous views whose concatenation is the tensor; an int
+    skips that many bytes. Bytes without a target are read and checked all the same.
+    """
+
+    key: bytes
+    kind: Kind
+    parent: bytes
+    tokens: bytes
+    layout: str
+    targets: Mapping[str, Segments]
+
+    def refuses(self, header: Header) -> str | None:
+        """What is wrong with a record of this key, if anything."""
+        if (header.key, header.kind, header.parent) != (self.key, self.kind, self.parent):
+            return f"holds {header.kind} {header.key.hex()} after {header.parent.hex()}"
+        if header.tokens != self.tokens:
+            return "holds other tokens"
+        if header.layout != self.layout:
+            return "has another layout"
+        return None
+
+
+class NoRoom(Exception):
+    """The budget has no room for the record, whatever is deleted."""
+
+
+class DiskStore:
+    """The records of one folder, whose files together never exceed `budget` bytes.
+
+    Opening and the first scan run on a thread of their own; until they are through, a lookup asks
+    the file system. All methods may be called from any thread; `write` and `write_touches` may
+    take long, the others only as long as the files they name.
+    """
+
+    def __init__(
+        self, root: Path, budget: int, codec: Codec, counters: Counts, *, fsync: bool = False
+    ) -> None:
+        self.budget = budget
+        self.problems: dict[str, str] = {}
+        self._codec = codec
+        self._counters = counters
+        self._fsync = fsync
+        self._folder = Folder(root)
+        self._index = Index()
+        # Names not to look at again: what is there is bad, and can't be moved or deleted.
+        self._refused: set[bytes] = set()
+        self._headers: OrderedDict[bytes, Header] = OrderedDict()
+        self._touched: dict[bytes, int] = {}
+        self._lock = threading.Lock()
+        # The shared usage as this process last saw it; whether the folder changed since this
+        # process last scanned it, other than by its own doing; and when that scan was.
+        self._usage_seen = Usage(0, 0)
+        self._stale = False
+        self._scanned_at = 0.0
+        self._failures = 0
+        self._paused_until = 0.0
+        self._is_open = False
+        self._ready = threading.Event()
+        threading.Thread(target=self._begin, name="thunder-scan", daemon=True).start()
+
+    # Looking up
+
+    def has(self, ref: Ref) -> bool:
+        """Whether the record's file is there: by the index, else by one look at the folder."""
+        entry = self._index.get(ref.key)
+        if entry is not None and entry.ref == ref:
+            return True
+        if ref.key in self._refused:
+            return False
+        try:
+            found = self._folder.find(ref)
+        except OSError as error:
+            self._note("read", error)
+            return False
+        if found is None:
+            return False
+        self._index.add(found)
+        return True
+
+    def knows(self, key: bytes) -> bool:
+        """Whether the index has the record; never touches the disk."""
+        return self._index.get(key) is not None
+
+    def locate(self, kind: Kind, key: bytes, parent: bytes) -> Ref | None:
+        """The record's name, when it's there."""
+        entry = self._index.get(key)
+        if entry is not None and (entry.ref.kind, entry.ref.parent) == (kind, parent):
+            return entry.ref
+        if kind == "block":
+            ref = Ref("block", key, parent)
+            return ref if self.has(ref) else None
+        return next((ref for ref in self.snapshots(parent) if ref.key == key), None)
+
+    def snapshots(self, parent: bytes) -> list[Ref]:
+        """The snapshots after `parent`, the most recently used first."""
+        try:
+            listed = self._folder.snapshots(parent)
+        except OSError as error:
+            self._note("read", error)
+            return []
+        present = {ref.key for ref in listed if self.has(ref)}
+        entries = self._index.children(parent, "snapshot")
+        for entry in entries:
+            if entry.ref.key not in present:
+                self._forget(entry.ref.key)
+        entries.sort(key=lambda entry: entry.stamp, reverse=True)
+        return [entry.ref for entry in entries if entry.ref.key in present]
+
+    def children(self, parent: bytes) -> list[Ref]:
+        """The blocks after `parent` that the index knows, the most recently used first."""
+        entries = self._index.children(parent, "block")
+        entries.sort(key=lambda entry: entry.stamp, reverse=True)
+        return [entry.ref for entry in entries]
+
+    def size(self, key: bytes) -> int:
+        entry = self._index.get(key)
+        return entry.size if entry is not None else 0
+
+    # Reading
+
+    def header(self, ref: Ref) -> Header | None:
+        """The record's header, without its payload."""
+        with self._lock:
+            known = self._headers.get(ref.key)
+        if known is not None:
+            return known
+        header = self._with_file(ref, lambda fd, stored: stored.header)
+        if header is not None:
+            with self._lock:
+                self._headers[ref.key] = header
+                while len(self._headers) > _HEADERS_KEPT:
+                    self._headers.popitem(last=False)
+        return header
+
+    def read(self, job: ReadJob) -> bool:
+        """Read the record into the job's targets; False when it's missing or bad."""
+
+        def work(fd: int, stored: Stored) -> bool:
+            if (reason := job.refuses(stored.header)) is not None:
+                raise BadFile(reason)
+            read_into(fd, stored, job.targets, self._codec)
+            return True
+
+        ref = self.locate(job.kind, job.key, job.parent)
+        return ref is not None and self._with_file(ref, work) is not None
+
+    def load(self, key: bytes) -> Record | None:
+        """The whole record, in buffers of its own."""
+        entry = self._index.get(key)
+        if entry is None:
+            return None
+        return self._with_file(entry.ref, lambda fd, stored: read_record(fd, stored, self._codec))
+
+    def read_ahead(self, key: bytes) -> None:
+        """Have the system read the record's file into its page cache."""
+        entry = self._index.get(key)
+        if entry is None:
+            return
+        with suppress(OSError, BadFile):
+            fd = self._folder.open_record(entry.ref)
+            try:
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+                else:
+                    scratch = bytearray(_SCRATCH_BYTES)
+                    while os.readv(fd, [scratch]):
+                        pass
+            finally:
+                os.close(fd)
+
+    def _with_file(self, ref: Ref, work: Callable[[int, Stored], T]) -> T | None:
+        """What `work` makes of the record's open file and checked header; None when it's no good.
+
+        A file that isn't what it should be is set aside, so that it's never read twice.
+        """
+        try:
+            fd = self._folder.open_record(ref)
+            try:
+                stored = read_stored(fd)
+                if stored.header.ref != ref:
+                    raise BadFile(f"holds {stored.header.ref}")
+                return work(fd, stored)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            self._forget(ref.key)
+        except BadFile as error:
+            self._counters.add("corrupt")
+            self._set_aside(ref, error)
+        except Outside as error:
+            self._note("read", error)
+        except OSError as error:
+            self._counters.add("read_errors")
+            self._note("read", error)
+            if error.errno not in _TRANSIENT:
+                self._set_aside(ref, error)
+        except Exception as error:
+            self._counters.add("read_errors")
+            self._note("read", error)
+        return None
+
+    def _set_aside(self, ref: Ref, reason: Exception) -> None:
+        self._forget(ref.key)
+        # The first of two readers of one bad file moves it; the other has nothing left to do.
+        with self._lock:
+            if ref.key in self._refused:
+                return
+            try:
+                moved = self._folder.set_aside(ref)
+            except FileNotFoundError:
+                return
+            except OSError:
+                moved = False
+            if not moved:
+                self._refused.add(ref.key)
+        self._stale = True
+        if moved:
+            self._counters.add("set_aside")
+        self.problems["bad"] = f"set aside {ref.kind} {ref.key.hex()}: {_text(reason)}"
+
+    def _forget(self, key: bytes) -> None:
+        self._index.remove(key)
+        with self._lock:
+            self._headers.pop(key, None)
+
+    # Writing
+
+    def write(self, record: Record, stamp: int) -> bool:
+        """Write the record; False, counted, when that can't be done."""
+        self._ready.wait()
+        ref = record.header.ref
+        if self.has(ref):
+            self.touch([ref.key], stamp)
+            return True
+        written = False
+        if time.monotonic() >= self._paused_until:
+            try:
+                written = self._write(ref, record, stamp)
+            except Exception as error:
+                self._failed(error)
+        if written:
+            self._failures = 0
+            self.problems.pop("write", None)
+            self._counters.add("blocks_written")
+        else:
+            self._counters.add("writes_dropped")
+        return written
+
+    def _write(self, ref: Ref, record: Record, stamp: int) -> bool:
+        buffers = compose(record, self._codec.encode(record))
+        size = sum(buffer.nbytes for buffer in buffers)
+        if size > self.budget:
+            raise ValueError(f"a record of {size} bytes exceeds the budget of {self.budget}")
+        if not self._is_open:
+            self._open()
+        try:
+            self._write_file(ref, buffers, size, stamp)
+        except OSError as error:
+            # Each of these has one remedy, tried once.
+            if error.errno in _FULL:
+                self._free(size)
+            elif isinstance(error, FileNotFoundError):
+                self._open()
+            elif isinstance(error, IsADirectoryError):
+                self._folder.set_aside(ref)
+            else:
+                raise
+            self._write_file(ref, buffers, size, stamp)
+        return True
+
+    def _write_file(self, ref: Ref, buffers: list[memoryview], size: int, stamp: int) -> None:
+        with self._folder.exclusive():
+            self._reserve(size)
+            try:
+                fd, temporary = self._folder.create_temporary(size)
+            except OSError:
+                self._save(self._usage_seen.bytes - size)
+                raise
+        try:
+            try:
+                write_all(fd, buffers)
+                if self._fsync:
+                    os.fsync(fd)
+                os.utime(fd, ns=(stamp, stamp))
+            finally:
+                os.close(fd)
+            self._folder.publish(temporary, ref)
+        except BaseException:
+            self._give_back(temporary, size)
+            raise
+        self._refused.discard(ref.key)
+        self._index.add(Found(ref, size, stamp))
+
+    def _give_back(self, temporary: str, size: int) -> None:
+        with suppress(OSError):
+            os.unlink(temporary)
+        with suppress(OSError, Timeout), self._folder.exclusive():
+            self._save(self._usage().bytes - size)
+
+    def _failed(self, error: Exception) -> None:
+        """Say why, and let a disk that fails alone for a while: longer each time."""
+        self._note("write", error)
+        if isinstance(error, (OSError, NoRoom)):
+            self._failures += 1
+            pause = min(0.25 * 2**self._failures, _MAX_PAUSE_SECONDS)
+            self._paused_until = time.monotonic() + pause
+
+    def touch(self, keys: Iterable[bytes], stamp: int) -> None:
+        """Note a use at `stamp` (ns); `write_touches` persists it."""
+        with self._lock:
+            for key in keys:
+                if self.knows(key):
+                    self._index.touch(key, stamp)
+                    self._touched[key] = max(stamp, self._touched.get(key, stamp))
+
+    def write_touches(self) -> None:
+        """Give the files used since the last call their stamps, as the time of modification."""
+        with self._lock:
+            touched, self._touched = self._touched, {}
+        for key, stamp in touched.items():
+            if (entry := self._index.get(key)) is not None:
+                try:
+                    path = self._folder.path(entry.ref)
+                    os.utime(path, ns=(stamp, stamp), follow_symlinks=False)
+                except FileNotFoundError:
+                    self._forget(key)
+                except OSError:
+                    return
+
+    # Keeping the budget. The callers of these hold the folder's lock.
+
+    def _usage(self) -> Usage:
+        """Bytes used or reserved by all processes."""
+        usage = self._folder.read_usage()
+        if usage is None:
+            self._rescan()
+        elif usage != self._usage_seen:
+            self._usage_seen = usage
+            self._stale = True
+        return self._usage_seen
+
+    def _save(self, used: int) -> None:
+        self._usage_seen = Usage(max(used, 0), self._usage_seen.changes + 1)
+        self._folder.write_usage(self._usage_seen)
+
+    def _rescan(self) -> int:
+        """Take the folder as it is: forget files that are gone, learn of others', count all."""
+        self._folder.remove_leftovers()
+        before = self._index.added
+        found, total = self._folder.scan()
+        self._index.replace([f for f in found if f.ref.key not in self._refused], before)
+        self._stale = False
+        self._scanned_at = time.monotonic()
+        self._save(total)
+        return total
+
+    def _reserve(self, size: int) -> None:
+        used = self._usage().bytes
+        if used + size > self.budget:
+            used = self._evict(used, self.budget - size)
+        if used + size > self.budget:
+            raise NoRoom(f"{used} of {self.budget} bytes are taken by files that can't be deleted")
+        self._save(used + size)
+
+    def _evict(self, used: int, goal: int) -> int:
+        """Delete what was set aside, then the least recently used leaves; returns the bytes left.
+
+        A scan for what other processes did comes first, but not more often than the clock allows,
+        unless nothing else is left to delete.
+        """
+        rescanned = False
+        if self._stale and time.monotonic() - self._scanned_at > _RESCAN_SECONDS:
+            used, rescanned = self._rescan(), True
+        if used > goal:
+            used -= self._folder.remove_bad()
+        while used > goal:
+            entry = self._index.victim()
+            if entry is not None:
+                used -= self._delete(entry)
+            elif not rescanned:
+                used, rescanned = self._rescan(), True
+            else:
+                break
+        return used
+
+    def _delete(self, entry: Entry) -> int:
+        """Delete an entry's file, unless another process used it lately; the bytes freed."""
+        ref = entry.ref
+        try:
+            found = self._folder.find(ref)
+            if found is None:
+                # Whoever deleted it has counted that, or the next scan will.
+                self._stale = True
+                self._forget(ref.key)
+                return 0
+            if found.stamp > entry.stamp:
+                self._index.touch(ref.key, found.stamp)
+                return 0
+            self._folder.remove(ref)
+        except OSError as error:
+            self._note("delete", error)
+            self._index.mark_stuck(ref.key)
+            return 0
+        self._forget(ref.key)
+        self._counters.add("blocks_evicted")
+        return found.size
+
+    def _free(self, size: int) -> None:
+        """The disk is full before the budget is: make room by deleting what is ours."""
+        with self._folder.exclusive():
+            used = self._usage().bytes
+            self._save(self._evict(used, max(used - size, 0)))
+
+    # Opening, closing, telling
+
+    def _begin(self) -> None:
+        try:
+            self._open()
+        except Exception as error:
+            # It can't be written to; what is there may still be read.
+            self._note("open", error)
+            with suppress(OSError):
+                self._index.replace(self._folder.scan()[0], self._index.added)
+        self._ready.set()
+
+    def _open(self) -> None:
+        self._folder.open()
+        with self._folder.exclusive():
+            used = self._evict(self._rescan(), self.budget)
+            self._save(used)
+        if used > self.budget:
+            self.problems["budget"] = f"{used} bytes in the folder, {self.budget} allowed"
+        self._is_open = True
+        self.problems.pop("open", None)
+
+    def pin(self, keys: Iterable[bytes], owner: str) -> None:
+        self._index.pin(keys, owner)
+
+    def unpin(self, keys: Iterable[bytes], owner: str) -> None:
+        self._index.unpin(keys, owner)
+
+    def wait_scanned(self, timeout: float) -> bool:
+        """Wait until the first scan is through, at most `timeout` seconds."""
+        return self._ready.wait(timeout)
+
+    def stats(self) -> dict[str, Any]:
+        usage = self._folder.read_usage() or self._usage_seen
+        return {
+            "bytes": usage.bytes,
+            "budget_bytes": self.budget,
+            "blocks": len(self._index),
+            "scanned": self._ready.is_set(),
+        }
+
+    def close(self) -> None:
+        self.write_touches()
+        with suppress(OSError, Timeout):
+            self._folder.close()
+
+    def _note(self, kind: str, error: Exception) -> None:
+        self.problems[kind] = _text(error)
+
+
+def _text(error: Exception) -> str:
+    return (
+        str(error) if isinstance(error, (BadFile, NoRoom)) else f"{type(error).__name__}: {error}"
+    )

@@ -1,0 +1,359 @@
+"""A record as one safetensors file, readable with the public library.
+
+The header's `__metadata__` says all that the record's header says, and holds two xxh3_64 checksums:
+one of the payload as stored, one of the header itself. A tensor that a codec changed is stored as
+U8. Nothing in a file is trusted before its checksum is right, and no size before it fits the file.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import xxhash
+
+from thunder_patches.cache.keys import KEY_BYTES
+from thunder_patches.cache.record import DTYPE_BYTES, Buffer, Header, Record, TensorSpec, flat
+
+FORMAT = "thunder-cache"
+VERSION = "1"
+CHECKSUM = "xxh3_64"
+MAX_HEADER_BYTES = 8 << 20
+
+# The header's checksum stands first, at a fixed place, and covers all that follows it.
+_LEAD = b'{"__metadata__":{"header_checksum":"'
+_DIGITS = 16
+_ALIGN = 64
+_FIRST_READ = 32 << 10
+# One readv: small enough that the checksum finds the bytes in the core's own cache.
+_BATCH_BYTES = 256 << 10
+_BATCH_BUFFERS = 512
+
+# A tensor's targets: writable views whose concatenation is the tensor; an int skips so many bytes.
+Segments = Sequence[memoryview | int]
+Coded = tuple[str, Buffer, Any]
+
+
+class BadFile(Exception):
+    """The file isn't what its name promises; the message says what was expected and found."""
+
+
+class Codec(Protocol):
+    """Turns tensors into fewer bytes and back. Both methods may be called from several threads."""
+
+    def encode(self, record: Record) -> Sequence[Coded]:
+        """For each tensor: the codec's name ("raw": unchanged), bytes, parameters (plain JSON)."""
+
+    def decode(self, name: str, data: Buffer, spec: TensorSpec, params: Any) -> Buffer:
+        """The tensor's bytes again; raises on an unknown name or data that can't be decoded."""
+
+
+class RawCodec:
+    """Stores every tensor as it is."""
+
+    def encode(self, record: Record) -> Sequence[Coded]:
+        return [("raw", data, None) for data in record.data]
+
+    def decode(self, name: str, data: Buffer, spec: TensorSpec, params: Any) -> Buffer:
+        raise ValueError(f"{spec.name}: unknown codec {name!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor in a file: its decoded form, and the payload's bytes [begin, end) that hold it."""
+
+    spec: TensorSpec
+    codec: str
+    params: Any
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A file's header. `parts` are in the record's order, the payload is in that of `begin`."""
+
+    header: Header
+    parts: tuple[Part, ...]
+    payload: int
+    checksum: str
+
+
+# Writing
+
+
+def compose(record: Record, coded: Sequence[Coded]) -> list[memoryview]:
+    """The file's bytes: its head, then the payload's buffers in order."""
+    specs = record.header.tensors
+    if len(coded) != len(specs):
+        raise ValueError(f"expected {len(specs)} encoded tensors, found {len(coded)}")
+    if len({spec.name for spec in specs}) != len(specs):
+        raise ValueError("two tensors have the same name")
+    data = [flat(buffer) for _, buffer, _ in coded]
+
+    # Wider items first, so that every tensor is aligned to its item in the file.
+    def width(i: int) -> int:
+        return DTYPE_BYTES[specs[i].dtype] if coded[i][0] == "raw" else 1
+
+    order = sorted(range(len(specs)), key=width, reverse=True)
+    places: dict[str, Any] = {}
+    digest = xxhash.xxh3_64()
+    at = 0
+    for i in order:
+        spec, raw = specs[i], coded[i][0] == "raw"
+        size = data[i].nbytes
+        if raw and size != spec.nbytes:
+            raise ValueError(f"{spec.name}: expected {spec.nbytes} bytes, found {size}")
+        places[spec.name] = {
+            "dtype": spec.dtype if raw else "U8",
+            "shape": spec.shape if raw else [size],
+            "data_offsets": [at, at + size],
+        }
+        digest.update(data[i])
+        at += size
+    head = _head(record.header, coded, places, digest.hexdigest())
+    return [memoryview(head), *(data[i] for i in order if data[i].nbytes)]
+
+
+def _head(
+    header: Header, coded: Sequence[Coded], places: Mapping[str, Any], checksum: str
+) -> bytes:
+    tensors = [
+        {"name": s.name, "dtype": s.dtype, "shape": s.shape, "codec": codec, "params": params}
+        for s, (codec, _, params) in zip(header.tensors, coded, strict=True)
+    ]
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "checksum_algorithm": CHECKSUM,
+        "checksum": checksum,
+        "kind": header.kind,
+        "key": header.key.hex(),
+        "parent": header.parent.hex(),
+        "start": str(header.start),
+        "tokens": base64.b64encode(header.tokens).decode(),
+        "end": str(int(header.end)),
+        "layout": header.layout,
+        "tensors": json.dumps(tensors, separators=(",", ":")),
+    }
+    # `_LEAD` opened both objects; what json.dumps writes after its own brace goes on from there.
+    body = b'",' + json.dumps(metadata, separators=(",", ":"))[1:].encode()
+    body += (b"," if places else b"") + json.dumps(places, separators=(",", ":"))[1:].encode()
+    body += b" " * (-(8 + len(_LEAD) + _DIGITS + len(body)) % _ALIGN)
+    text = _LEAD + xxhash.xxh3_64(body).hexdigest().encode() + body
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_all(fd: int, buffers: Iterable[memoryview]) -> None:
+    """Write the buffers to `fd`, one after the other; raises OSError."""
+    for batch in _batches(buffers):
+        while batch:
+            batch = _after(batch, os.writev(fd, batch))
+
+
+# Reading
+
+
+def open_file(path: str) -> int:
+    """A descriptor of the regular file at `path`; a link or anything else raises BadFile."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise BadFile("expected a regular file")
+    return fd
+
+
+def read_stored(fd: int) -> Stored:
+    """Read and check the header; leaves the descriptor's position anywhere."""
+    size = os.fstat(fd).st_size
+    start = os.pread(fd, _FIRST_READ, 0)
+    if len(start) < 8:
+        raise BadFile(f"expected a safetensors file, found {len(start)} bytes")
+    length = int.from_bytes(start[:8], "little")
+    if not len(_LEAD) + _DIGITS < length <= min(size - 8, MAX_HEADER_BYTES):
+        raise BadFile(f"header of {length} bytes in a file of {size}")
+    text = start[8 : 8 + length]
+    while len(text) < length:
+        more = os.pread(fd, length - len(text), 8 + len(text))
+        if not more:
+            raise BadFile("the file ends inside its header")
+        text += more
+    stored = parse_head(text)
+    end = stored.payload + sum(part.end - part.begin for part in stored.parts)
+    if end != size:
+        raise BadFile(f"expected {end} bytes, found {size}")
+    return stored
+
+
+def parse_head(text: bytes) -> Stored:
+    """Check and parse a header's JSON text."""
+    body = text[len(_LEAD) + _DIGITS :]
+    found = text[len(_LEAD) : len(_LEAD) + _DIGITS]
+    if not text.startswith(_LEAD):
+        raise BadFile("not a file of this cache")
+    if found != xxhash.xxh3_64(body).hexdigest().encode():
+        raise BadFile("the header's checksum is wrong")
+    try:
+        return _parse(json.loads(text), len(text))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise BadFile(f"unreadable header: {error!r}") from error
+
+
+def _parse(places: dict[str, Any], length: int) -> Stored:
+    meta = places.pop("__metadata__")
+    form = (meta["format"], meta["version"], meta["checksum_algorithm"])
+    if form != (FORMAT, VERSION, CHECKSUM):
+        raise BadFile(f"expected format {(FORMAT, VERSION, CHECKSUM)}, found {form}")
+    kind: Literal["block", "snapshot"] = meta["kind"]
+    if kind not in ("block", "snapshot"):
+        raise BadFile(f"expected a block or a snapshot, found {kind!r}")
+    parts = []
+    for tensor in json.loads(meta["tensors"]):
+        spec = TensorSpec(tensor["name"], tensor["dtype"], tuple(tensor["shape"]))
+        if any(size < 0 for size in spec.shape):
+            raise BadFile(f"{spec.name}: shape {spec.shape}")
+        place = places.pop(spec.name)
+        begin, end = place["data_offsets"]
+        if tensor["codec"] == "raw" and end - begin != spec.nbytes:
+            raise BadFile(f"{spec.name}: expected {spec.nbytes} bytes, found {end - begin}")
+        parts.append(Part(spec, tensor["codec"], tensor["params"], begin, end))
+    if places:
+        raise BadFile(f"tensors that the metadata doesn't name: {sorted(places)[:4]}")
+    at = 0
+    for part in sorted(parts, key=lambda part: (part.begin, part.end)):
+        if part.begin != at or part.end < at:
+            raise BadFile(f"{part.spec.name}: expected to begin at {at}, found {part.begin}")
+        at = part.end
+    header = Header(
+        key=bytes.fromhex(meta["key"]),
+        parent=bytes.fromhex(meta["parent"]),
+        kind=kind,
+        start=int(meta["start"]),
+        tokens=base64.b64decode(meta["tokens"], validate=True),
+        layout=meta["layout"],
+        tensors=tuple(part.spec for part in parts),
+        end=meta["end"] == "1",
+    )
+    if len(header.key) != KEY_BYTES or len(header.tokens) % 8:
+        raise BadFile("key or tokens of a wrong length")
+    return Stored(header, tuple(parts), 8 + length, meta["checksum"])
+
+
+def read_into(fd: int, stored: Stored, targets: Mapping[str, Segments], codec: Codec) -> None:
+    """Read the payload into `targets` (by tensor name), checking it; raises BadFile or OSError.
+
+    Unchanged tensors go from the file to their targets with one copy. When it raises, the targets
+    hold rubbish. A tensor without target is read, checked and thrown away.
+    """
+    encoded: dict[str, bytearray] = {}
+    for part in stored.parts:
+        segments = targets.get(part.spec.name)
+        if segments is not None:
+            found = sum(s if isinstance(s, int) else s.nbytes for s in segments)
+            if found != part.spec.nbytes:
+                raise ValueError(
+                    f"{part.spec.name}: expected targets of {part.spec.nbytes} bytes, found {found}"
+                )
+        if part.codec != "raw" and segments is not None:
+            encoded[part.spec.name] = bytearray(part.end - part.begin)
+    os.lseek(fd, stored.payload, os.SEEK_SET)
+    digest = xxhash.xxh3_64()
+    update = digest.update
+    for batch in _batches(_destinations(stored, targets, encoded)):
+        left = batch
+        while left:
+            count = os.readv(fd, left)
+            if not count:
+                raise BadFile("the file ends inside its payload")
+            left = _after(left, count)
+        for view in batch:
+            update(view)
+    if digest.hexdigest() != stored.checksum:
+        raise BadFile("the payload's checksum is wrong")
+    for part in stored.parts:
+        if (data := encoded.get(part.spec.name)) is not None:
+            _decode_into(part, data, targets[part.spec.name], codec)
+
+
+def read_record(fd: int, stored: Stored, codec: Codec) -> Record:
+    """The whole record, in buffers of its own; raises BadFile or OSError."""
+    data = {spec.name: bytearray(spec.nbytes) for spec in stored.header.tensors}
+    read_into(fd, stored, {name: [memoryview(d)] for name, d in data.items()}, codec)
+    return Record(stored.header, tuple(data.values()))
+
+
+def copy_into(data: Buffer, segments: Segments) -> None:
+    """Copy a tensor's bytes to its targets."""
+    source = flat(data)
+    at = 0
+    for segment in segments:
+        if isinstance(segment, int):
+            at += segment
+            continue
+        target = flat(segment)
+        end = at + target.nbytes
+        target[:] = source[at:end]
+        at = end
+
+
+def _decode_into(part: Part, data: bytearray, segments: Segments, codec: Codec) -> None:
+    try:
+        decoded = flat(codec.decode(part.codec, data, part.spec, part.params))
+    except Exception as error:
+        raise BadFile(f"{part.spec.name}: {part.codec}: {error!r}") from error
+    if decoded.nbytes != part.spec.nbytes:
+        raise BadFile(
+            f"{part.spec.name}: expected {part.spec.nbytes} bytes, decoded {decoded.nbytes}"
+        )
+    copy_into(decoded, segments)
+
+
+def _destinations(
+    stored: Stored, targets: Mapping[str, Segments], encoded: Mapping[str, bytearray]
+) -> Iterator[memoryview | int]:
+    """Where the payload goes, in the order of its bytes."""
+    for part in sorted(stored.parts, key=lambda part: part.begin):
+        if (data := encoded.get(part.spec.name)) is not None:
+            yield memoryview(data)
+        elif (segments := targets.get(part.spec.name)) is not None:
+            for segment in segments:
+                yield segment if isinstance(segment, int) else flat(segment)
+        else:
+            yield part.end - part.begin
+
+
+def _batches(buffers: Iterable[memoryview | int]) -> Iterator[list[memoryview]]:
+    """The buffers in lists fit for one system call; an int stands for a buffer thrown away."""
+    batch: list[memoryview] = []
+    room = _BATCH_BYTES
+    for buffer in buffers:
+        size = buffer if isinstance(buffer, int) else buffer.nbytes
+        at = 0
+        while at < size:
+            step = min(size - at, room)
+            if isinstance(buffer, int):
+                batch.append(memoryview(bytearray(step)))
+            else:
+                batch.append(buffer if step == size else buffer[at : at + step])
+            at += step
+            room -= step
+            if not room or len(batch) == _BATCH_BUFFERS:
+                yield batch
+                batch, room = [], _BATCH_BYTES
+    if batch:
+        yield batch
+
+
+def _after(batch: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the batch after its first `count` bytes."""
+    for i, view in enumerate(batch):
+        if count < view.nbytes:
+            return [view[count:], *batch[i + 1 :]]
+        count -= view.nbytes
+    return []
