@@ -22,12 +22,13 @@ from filelock import Timeout
 from thunder_patches.cache.file import (
     BadFile,
     Codec,
+    Head,
     Segments,
-    Stored,
+    Unwanted,
     compose,
+    read_head,
     read_into,
     read_record,
-    read_stored,
     write_all,
 )
 from thunder_patches.cache.folder import Folder, Found, Outside, Usage
@@ -119,8 +120,7 @@ class DiskStore:
 
     def has(self, ref: Ref) -> bool:
         """Whether the record's file is there: by the index, else by one look at the folder."""
-        entry = self._index.get(ref.key)
-        if entry is not None and entry.ref == ref:
+        if self.knows(ref):
             return True
         if ref.key in self._refused:
             return False
@@ -134,9 +134,10 @@ class DiskStore:
         self._index.add(found)
         return True
 
-    def knows(self, key: bytes) -> bool:
+    def knows(self, ref: Ref) -> bool:
         """Whether the index has the record; never touches the disk."""
-        return self._index.get(key) is not None
+        entry = self._index.get(ref.key)
+        return entry is not None and entry.ref.covers(ref)
 
     def locate(self, kind: Kind, key: bytes, parent: bytes) -> Ref | None:
         """The record's name, when it's there."""
@@ -181,7 +182,7 @@ class DiskStore:
             known = self._headers.get(ref.key)
         if known is not None:
             return known
-        header = self._with_file(ref, lambda fd, stored: stored.header)
+        header = self._with_file(ref, lambda fd, head: head.header)
         if header is not None:
             with self._lock:
                 self._headers[ref.key] = header
@@ -192,10 +193,10 @@ class DiskStore:
     def read(self, job: ReadJob) -> bool:
         """Read the record into the job's targets; False when it's missing or bad."""
 
-        def work(fd: int, stored: Stored) -> bool:
-            if (reason := job.refuses(stored.header)) is not None:
+        def work(fd: int, head: Head) -> bool:
+            if (reason := job.refuses(head.header)) is not None:
                 raise BadFile(reason)
-            read_into(fd, stored, job.targets, self._codec)
+            read_into(fd, head, job.targets, self._codec)
             return True
 
         ref = self.locate(job.kind, job.key, job.parent)
@@ -206,7 +207,7 @@ class DiskStore:
         entry = self._index.get(key)
         if entry is None:
             return None
-        return self._with_file(entry.ref, lambda fd, stored: read_record(fd, stored, self._codec))
+        return self._with_file(entry.ref, lambda fd, head: read_record(fd, head, self._codec))
 
     def read_ahead(self, key: bytes) -> None:
         """Have the system read the record's file into its page cache."""
@@ -225,7 +226,7 @@ class DiskStore:
             finally:
                 os.close(fd)
 
-    def _with_file(self, ref: Ref, work: Callable[[int, Stored], T]) -> T | None:
+    def _with_file(self, ref: Ref, work: Callable[[int, Head], T]) -> T | None:
         """What `work` makes of the record's open file and checked header; None when it's no good.
 
         A file that isn't what it should be is set aside, so that it's never read twice.
@@ -233,16 +234,18 @@ class DiskStore:
         try:
             fd = self._folder.open_record(ref)
             try:
-                stored = read_stored(fd)
-                if stored.header.ref != ref:
-                    raise BadFile(f"holds {stored.header.ref}")
-                return work(fd, stored)
+                head = read_head(fd)
+                if head.header.ref != ref:
+                    raise BadFile(f"holds {head.header.ref}")
+                return work(fd, head)
             finally:
                 os.close(fd)
         except FileNotFoundError:
             self._forget(ref.key)
         except BadFile as error:
             self._counters.add("corrupt")
+            self._set_aside(ref, error)
+        except Unwanted as error:
             self._set_aside(ref, error)
         except Outside as error:
             self._note("read", error)
@@ -346,7 +349,11 @@ class DiskStore:
             self._give_back(temporary, size)
             raise
         self._refused.discard(ref.key)
+        before = self._index.get(ref.key)
         self._index.add(Found(ref, size, stamp))
+        if before is not None and before.ref != ref:
+            with self._folder.exclusive():
+                self._save(self._usage().bytes - self._remove(before))
 
     def _give_back(self, temporary: str, size: int) -> None:
         with suppress(OSError):
@@ -366,7 +373,7 @@ class DiskStore:
         """Note a use at `stamp` (ns); `write_touches` persists it."""
         with self._lock:
             for key in keys:
-                if self.knows(key):
+                if self._index.get(key) is not None:
                     self._index.touch(key, stamp)
                     self._touched[key] = max(stamp, self._touched.get(key, stamp))
 
@@ -405,7 +412,12 @@ class DiskStore:
         self._folder.remove_leftovers()
         before = self._index.added
         found, total = self._folder.scan()
-        self._index.replace([f for f in found if f.ref.key not in self._refused], before)
+        best: dict[bytes, Found] = {}
+        for file in sorted(found, key=lambda file: file.ref.end):
+            if (worse := best.get(file.ref.key)) is not None:
+                total -= self._remove(worse)
+            best[file.ref.key] = file
+        self._index.replace([f for f in best.values() if f.ref.key not in self._refused], before)
         self._stale = False
         self._scanned_at = time.monotonic()
         self._save(total)
@@ -433,34 +445,43 @@ class DiskStore:
         while used > goal:
             entry = self._index.victim()
             if entry is not None:
-                used -= self._delete(entry)
+                used -= self._evict_one(entry)
             elif not rescanned:
                 used, rescanned = self._rescan(), True
             else:
                 break
         return used
 
-    def _delete(self, entry: Entry) -> int:
+    def _evict_one(self, entry: Entry) -> int:
         """Delete an entry's file, unless another process used it lately; the bytes freed."""
         ref = entry.ref
         try:
             found = self._folder.find(ref)
-            if found is None:
-                # Whoever deleted it has counted that, or the next scan will.
-                self._stale = True
-                self._forget(ref.key)
-                return 0
-            if found.stamp > entry.stamp:
-                self._index.touch(ref.key, found.stamp)
-                return 0
-            self._folder.remove(ref)
+        except OSError:
+            found = None
+        if found is None:
+            # Whoever deleted it has counted that, or the next scan will.
+            self._stale = True
+            self._forget(ref.key)
+            return 0
+        if found.stamp > entry.stamp:
+            self._index.touch(ref.key, found.stamp)
+            return 0
+        freed = self._remove(found)
+        if freed:
+            self._forget(ref.key)
+            self._counters.add("blocks_evicted")
+        return freed
+
+    def _remove(self, file: Found | Entry) -> int:
+        """Delete a record's file; the bytes freed, 0 when it can't be deleted."""
+        try:
+            self._folder.remove(file.ref)
         except OSError as error:
             self._note("delete", error)
-            self._index.mark_stuck(ref.key)
+            self._index.mark_stuck(file.ref.key)
             return 0
-        self._forget(ref.key)
-        self._counters.add("blocks_evicted")
-        return found.size
+        return file.size
 
     def _free(self, size: int) -> None:
         """The disk is full before the budget is: make room by deleting what is ours."""

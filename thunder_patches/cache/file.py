@@ -18,7 +18,15 @@ from typing import Any, Literal, Protocol
 import xxhash
 
 from thunder_patches.cache.keys import KEY_BYTES
-from thunder_patches.cache.record import DTYPE_BYTES, Buffer, Header, Record, TensorSpec, flat
+from thunder_patches.cache.record import (
+    DTYPE_BYTES,
+    Buffer,
+    Coded,
+    Header,
+    Record,
+    TensorSpec,
+    flat,
+)
 
 FORMAT = "thunder-cache"
 VERSION = "1"
@@ -36,31 +44,56 @@ _BATCH_BUFFERS = 512
 
 # A tensor's targets: writable views whose concatenation is the tensor; an int skips so many bytes.
 Segments = Sequence[memoryview | int]
-Coded = tuple[str, Buffer, Any]
 
 
 class BadFile(Exception):
     """The file isn't what its name promises; the message says what was expected and found."""
 
 
+class Unwanted(Exception):
+    """The file is good, but not what is wanted here."""
+
+
+class Encoded(Protocol):
+    """A record's tensors as they are stored, in order; `lossy` names a codec that isn't exact."""
+
+    @property
+    def tensors(self) -> Sequence[Coded]: ...
+    @property
+    def lossy(self) -> str | None: ...
+
+
 class Codec(Protocol):
-    """Turns tensors into fewer bytes and back. Both methods may be called from several threads."""
+    """Turns tensors into fewer bytes and back. Its methods may be called from several threads."""
 
-    def encode(self, record: Record) -> Sequence[Coded]:
-        """For each tensor: the codec's name ("raw": unchanged), bytes, parameters (plain JSON)."""
+    @property
+    def allows_lossy(self) -> bool:
+        """Whether records that aren't exact may be read."""
 
-    def decode(self, name: str, data: Buffer, spec: TensorSpec, params: Any) -> Buffer:
-        """The tensor's bytes again; raises on an unknown name or data that can't be decoded."""
+    def encode(self, record: Record) -> Encoded: ...
+
+    def decode(self, spec: TensorSpec, coded: Coded, header: Header) -> Buffer:
+        """The tensor's bytes again; raises on an unknown codec or data that can't be decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """A record whose tensors are stored as they are."""
+
+    tensors: Sequence[Coded]
+    lossy: str | None = None
 
 
 class RawCodec:
     """Stores every tensor as it is."""
 
-    def encode(self, record: Record) -> Sequence[Coded]:
-        return [("raw", data, None) for data in record.data]
+    allows_lossy = False
 
-    def decode(self, name: str, data: Buffer, spec: TensorSpec, params: Any) -> Buffer:
-        raise ValueError(f"{spec.name}: unknown codec {name!r}")
+    def encode(self, record: Record) -> Raw:
+        return Raw([Coded("raw", data) for data in record.data])
+
+    def decode(self, spec: TensorSpec, coded: Coded, header: Header) -> Buffer:
+        raise ValueError(f"{spec.name}: unknown codec {coded.codec!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,38 +108,39 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A file's header. `parts` are in the record's order, the payload is in that of `begin`."""
+class Head:
+    """A file's checked header. `parts` are in the record's order, the payload from offset `payload`
+    on in that of `begin`. `lossy`: the codec that wasn't exact, or ""."""
 
     header: Header
     parts: tuple[Part, ...]
     payload: int
     checksum: str
+    lossy: str
 
 
 # Writing
 
 
-def compose(record: Record, coded: Sequence[Coded]) -> list[memoryview]:
+def compose(record: Record, encoded: Encoded) -> list[memoryview]:
     """The file's bytes: its head, then the payload's buffers in order."""
-    specs = record.header.tensors
+    specs, coded = record.header.tensors, encoded.tensors
     if len(coded) != len(specs):
         raise ValueError(f"expected {len(specs)} encoded tensors, found {len(coded)}")
     if len({spec.name for spec in specs}) != len(specs):
         raise ValueError("two tensors have the same name")
-    data = [flat(buffer) for _, buffer, _ in coded]
+
+    def width(i: int) -> int:
+        return DTYPE_BYTES[specs[i].dtype] if coded[i].codec == "raw" else 1
 
     # Wider items first, so that every tensor is aligned to its item in the file.
-    def width(i: int) -> int:
-        return DTYPE_BYTES[specs[i].dtype] if coded[i][0] == "raw" else 1
-
     order = sorted(range(len(specs)), key=width, reverse=True)
+    data = [flat(tensor.data) for tensor in coded]
     places: dict[str, Any] = {}
     digest = xxhash.xxh3_64()
     at = 0
     for i in order:
-        spec, raw = specs[i], coded[i][0] == "raw"
-        size = data[i].nbytes
+        spec, size, raw = specs[i], data[i].nbytes, coded[i].codec == "raw"
         if raw and size != spec.nbytes:
             raise ValueError(f"{spec.name}: expected {spec.nbytes} bytes, found {size}")
         places[spec.name] = {
@@ -116,16 +150,16 @@ def compose(record: Record, coded: Sequence[Coded]) -> list[memoryview]:
         }
         digest.update(data[i])
         at += size
-    head = _head(record.header, coded, places, digest.hexdigest())
+    head = _head_bytes(record.header, encoded, places, digest.hexdigest())
     return [memoryview(head), *(data[i] for i in order if data[i].nbytes)]
 
 
-def _head(
-    header: Header, coded: Sequence[Coded], places: Mapping[str, Any], checksum: str
+def _head_bytes(
+    header: Header, encoded: Encoded, places: Mapping[str, Any], checksum: str
 ) -> bytes:
     tensors = [
-        {"name": s.name, "dtype": s.dtype, "shape": s.shape, "codec": codec, "params": params}
-        for s, (codec, _, params) in zip(header.tensors, coded, strict=True)
+        {"name": s.name, "dtype": s.dtype, "shape": s.shape, "codec": c.codec, "params": c.params}
+        for s, c in zip(header.tensors, encoded.tensors, strict=True)
     ]
     metadata = {
         "format": FORMAT,
@@ -139,6 +173,7 @@ def _head(
         "tokens": base64.b64encode(header.tokens).decode(),
         "end": str(int(header.end)),
         "layout": header.layout,
+        "lossy": encoded.lossy or "",
         "tensors": json.dumps(tensors, separators=(",", ":")),
     }
     # `_LEAD` opened both objects; what json.dumps writes after its own brace goes on from there.
@@ -169,7 +204,7 @@ def open_file(path: str) -> int:
     return fd
 
 
-def read_stored(fd: int) -> Stored:
+def read_head(fd: int) -> Head:
     """Read and check the header; leaves the descriptor's position anywhere."""
     size = os.fstat(fd).st_size
     start = os.pread(fd, _FIRST_READ, 0)
@@ -184,14 +219,14 @@ def read_stored(fd: int) -> Stored:
         if not more:
             raise BadFile("the file ends inside its header")
         text += more
-    stored = parse_head(text)
-    end = stored.payload + sum(part.end - part.begin for part in stored.parts)
+    head = parse_head(text)
+    end = head.payload + sum(part.end - part.begin for part in head.parts)
     if end != size:
         raise BadFile(f"expected {end} bytes, found {size}")
-    return stored
+    return head
 
 
-def parse_head(text: bytes) -> Stored:
+def parse_head(text: bytes) -> Head:
     """Check and parse a header's JSON text."""
     body = text[len(_LEAD) + _DIGITS :]
     found = text[len(_LEAD) : len(_LEAD) + _DIGITS]
@@ -205,7 +240,7 @@ def parse_head(text: bytes) -> Stored:
         raise BadFile(f"unreadable header: {error!r}") from error
 
 
-def _parse(places: dict[str, Any], length: int) -> Stored:
+def _parse(places: dict[str, Any], length: int) -> Head:
     meta = places.pop("__metadata__")
     form = (meta["format"], meta["version"], meta["checksum_algorithm"])
     if form != (FORMAT, VERSION, CHECKSUM):
@@ -242,17 +277,20 @@ def _parse(places: dict[str, Any], length: int) -> Stored:
     )
     if len(header.key) != KEY_BYTES or len(header.tokens) % 8:
         raise BadFile("key or tokens of a wrong length")
-    return Stored(header, tuple(parts), 8 + length, meta["checksum"])
+    return Head(header, tuple(parts), 8 + length, meta["checksum"], meta["lossy"])
 
 
-def read_into(fd: int, stored: Stored, targets: Mapping[str, Segments], codec: Codec) -> None:
-    """Read the payload into `targets` (by tensor name), checking it; raises BadFile or OSError.
+def read_into(fd: int, head: Head, targets: Mapping[str, Segments], codec: Codec) -> None:
+    """Read the payload into `targets` (by tensor name) and check it.
 
+    Raises BadFile, Unwanted, OSError, and ValueError when a target's size isn't its tensor's.
     Unchanged tensors go from the file to their targets with one copy. When it raises, the targets
     hold rubbish. A tensor without target is read, checked and thrown away.
     """
+    if head.lossy and not codec.allows_lossy:
+        raise Unwanted(f"stored with {head.lossy}, which isn't exact")
     encoded: dict[str, bytearray] = {}
-    for part in stored.parts:
+    for part in head.parts:
         segments = targets.get(part.spec.name)
         if segments is not None:
             found = sum(s if isinstance(s, int) else s.nbytes for s in segments)
@@ -262,10 +300,10 @@ def read_into(fd: int, stored: Stored, targets: Mapping[str, Segments], codec: C
                 )
         if part.codec != "raw" and segments is not None:
             encoded[part.spec.name] = bytearray(part.end - part.begin)
-    os.lseek(fd, stored.payload, os.SEEK_SET)
+    os.lseek(fd, head.payload, os.SEEK_SET)
     digest = xxhash.xxh3_64()
     update = digest.update
-    for batch in _batches(_destinations(stored, targets, encoded)):
+    for batch in _batches(_destinations(head, targets, encoded)):
         left = batch
         while left:
             count = os.readv(fd, left)
@@ -274,18 +312,18 @@ def read_into(fd: int, stored: Stored, targets: Mapping[str, Segments], codec: C
             left = _after(left, count)
         for view in batch:
             update(view)
-    if digest.hexdigest() != stored.checksum:
+    if digest.hexdigest() != head.checksum:
         raise BadFile("the payload's checksum is wrong")
-    for part in stored.parts:
+    for part in head.parts:
         if (data := encoded.get(part.spec.name)) is not None:
-            _decode_into(part, data, targets[part.spec.name], codec)
+            _decode_into(head.header, part, data, targets[part.spec.name], codec)
 
 
-def read_record(fd: int, stored: Stored, codec: Codec) -> Record:
-    """The whole record, in buffers of its own; raises BadFile or OSError."""
-    data = {spec.name: bytearray(spec.nbytes) for spec in stored.header.tensors}
-    read_into(fd, stored, {name: [memoryview(d)] for name, d in data.items()}, codec)
-    return Record(stored.header, tuple(data.values()))
+def read_record(fd: int, head: Head, codec: Codec) -> Record:
+    """The whole record, in buffers of its own; raises as `read_into` does."""
+    data = {spec.name: bytearray(spec.nbytes) for spec in head.header.tensors}
+    read_into(fd, head, {name: [memoryview(d)] for name, d in data.items()}, codec)
+    return Record(head.header, tuple(data.values()))
 
 
 def copy_into(data: Buffer, segments: Segments) -> None:
@@ -302,9 +340,11 @@ def copy_into(data: Buffer, segments: Segments) -> None:
         at = end
 
 
-def _decode_into(part: Part, data: bytearray, segments: Segments, codec: Codec) -> None:
+def _decode_into(
+    header: Header, part: Part, data: bytearray, segments: Segments, codec: Codec
+) -> None:
     try:
-        decoded = flat(codec.decode(part.codec, data, part.spec, part.params))
+        decoded = flat(codec.decode(part.spec, Coded(part.codec, data, part.params), header))
     except Exception as error:
         raise BadFile(f"{part.spec.name}: {part.codec}: {error!r}") from error
     if decoded.nbytes != part.spec.nbytes:
@@ -315,10 +355,10 @@ def _decode_into(part: Part, data: bytearray, segments: Segments, codec: Codec) 
 
 
 def _destinations(
-    stored: Stored, targets: Mapping[str, Segments], encoded: Mapping[str, bytearray]
+    head: Head, targets: Mapping[str, Segments], encoded: Mapping[str, bytearray]
 ) -> Iterator[memoryview | int]:
     """Where the payload goes, in the order of its bytes."""
-    for part in sorted(stored.parts, key=lambda part: part.begin):
+    for part in sorted(head.parts, key=lambda part: part.begin):
         if (data := encoded.get(part.spec.name)) is not None:
             yield memoryview(data)
         elif (segments := targets.get(part.spec.name)) is not None:

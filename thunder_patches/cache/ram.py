@@ -58,8 +58,10 @@ class RamTier:
         key = record.header.key
         with self._lock:
             uses = self._use(key, tick)
-            if key in self._held:
-                return True
+            if (held := self._held.get(key)) is not None:
+                if held.record.header.ref.covers(record.header.ref):
+                    return True
+                self._drop(key)
             return self._admit(record, uses)
 
     def hold(self, record: Record) -> bool:

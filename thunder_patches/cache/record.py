@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 Kind = Literal["block", "snapshot"]
 Buffer = bytes | bytearray | memoryview
@@ -43,6 +43,11 @@ class Ref:
     tail_length: int = 0
     end: bool = False
 
+    def covers(self, other: Ref) -> bool:
+        """Whether this record is as good as `other`: the same, or the same with logits."""
+        same = (self.kind, self.key, self.parent) == (other.kind, other.key, other.parent)
+        return same and (self.end or not other.end)
+
 
 class Tree:
     """Refs by the record that they hang off. Not locked: its owner's lock guards it."""
@@ -56,7 +61,10 @@ class Tree:
     def discard(self, ref: Ref) -> bool:
         """Take `ref` out; True when its parent has nothing hanging off it any more."""
         refs = self._after.get(ref.parent)
-        if refs is None or refs.pop(ref.key, None) is None or refs:
+        if refs is None or refs.get(ref.key) != ref:
+            return False
+        del refs[ref.key]
+        if refs:
             return False
         del self._after[ref.parent]
         return True
@@ -120,6 +128,19 @@ class Record:
         """Bytes that the record occupies, its header's strings included."""
         head = len(self.header.tokens) + len(self.header.layout)
         return head + sum(spec.nbytes for spec in self.header.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """One tensor as it is stored: its codec's name ("raw": unchanged), parameters, and payload."""
+
+    codec: str
+    data: Buffer
+    params: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return memoryview(self.data).nbytes
 
 
 def flat(data: Buffer) -> memoryview:

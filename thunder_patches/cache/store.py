@@ -77,12 +77,11 @@ class CacheStore:
 
         It can be found at once. Its buffers must not change any more.
         """
-        key = record.header.key
         self._ram.put(record, stamp)
         if self._disk is None or self._queue is None:
             return
-        if self._disk.knows(key):
-            self.touch([key], stamp)
+        if self._disk.knows(record.header.ref):
+            self.touch([record.header.key], stamp)
         else:
             self._queue.put(record, stamp)
 
@@ -182,7 +181,7 @@ class CacheStore:
         for key in [key for key, future in self._coming.items() if future.done()]:
             self._coming.pop(key, None)
         for key in keys:
-            if key not in self._ram and key not in self._coming and self._disk.knows(key):
+            if key not in self._ram and key not in self._coming and self._disk.size(key):
                 future = self._submit(self._ahead, self._disk.read_ahead, key)
                 if future is not None:
                     self._coming[key] = future

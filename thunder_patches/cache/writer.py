@@ -50,12 +50,15 @@ class WriteQueue:
         return key in self._waiting or key in self._writing
 
     def put(self, record: Record, stamp: int) -> None:
-        """Queue the record; one that is already on its way isn't queued again. Never blocks."""
+        """Queue the record, unless one as good is on its way already. Never blocks."""
         key = record.header.key
         lost = []
         with self._changed:
-            if self._closed or key in self:
+            present = self._find(key)
+            if self._closed or (present and present.header.ref.covers(record.header.ref)):
                 return
+            if key in self._waiting:
+                self._forget(self._waiting.pop(key)[0])
             self._waiting[key] = (record, stamp)
             self._tree.add(record.header.ref)
             self.bytes += record.nbytes
@@ -70,9 +73,7 @@ class WriteQueue:
 
     def get(self, key: bytes) -> Record | None:
         with self._changed:
-            if key in self._waiting:
-                return self._waiting[key][0]
-            return self._writing.get(key)
+            return self._find(key)
 
     def after(self, parent: bytes) -> list[Ref]:
         """The records on their way that hang off `parent`."""
@@ -108,6 +109,9 @@ class WriteQueue:
         for thread in self._threads:
             thread.join(timeout=1.0)
         return done
+
+    def _find(self, key: bytes) -> Record | None:
+        return self._waiting[key][0] if key in self._waiting else self._writing.get(key)
 
     def _at_rest(self) -> bool:
         return not (self._waiting or self._writing or self._poked or self._busy)

@@ -7,10 +7,9 @@ that the parameters name. Codecs are looked up by name in `codecs.CODECS`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from thunder_patches.cache.record import Buffer, Header, TensorSpec
+from thunder_patches.cache.record import Buffer, Coded, Header, TensorSpec
 
 Params = dict[str, Any]
 
@@ -21,19 +20,6 @@ class CodecError(ValueError):
 
 class Refused(Exception):
     """This codec can't keep this tensor (NaN, too coarse, no calibration): take another one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Coded:
-    """One tensor as it is stored: the codec's name, its parameters, the payload."""
-
-    codec: str
-    data: Buffer
-    params: Params = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return memoryview(self.data).nbytes
 
 
 class Codec(Protocol):
