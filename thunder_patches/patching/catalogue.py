@@ -6,6 +6,7 @@ from __future__ import annotations
 from thunder_patches.patching.patch import Feature, Patch
 
 FEATURES: tuple[Feature, ...] = (
+    Feature("exact_hit", "the host's own cache hits are checked: one that fits exactly kills it"),
     Feature("ssd_cache", "KV state in blocks on disk", switch="ssd_cache"),
     Feature("prefetch", "read-ahead of matched blocks", switch="prefetch", requires="ssd_cache"),
     Feature(
@@ -20,7 +21,6 @@ FEATURES: tuple[Feature, ...] = (
         switch="approx_skip",
         requires="ssd_cache",
     ),
-    Feature("exact_hit", "a prompt equal to a cached one leaves a token to compute"),
     Feature(
         "context_pilot", "reuse told to the client", switch="context_pilot", requires="ssd_cache"
     ),
@@ -53,7 +53,7 @@ PATCHES: tuple[Patch, ...] = (
     # load
     _mlx_lm("ssd_cache", _SERVER, "ModelProvider._load", "load:load"),
     # lookup
-    _mlx_lm("exact_hit", _CACHE, "LRUPromptCache.fetch_nearest_cache", "lookup:leave_one"),
+    _mlx_lm("exact_hit", _CACHE, "LRUPromptCache.fetch_nearest_cache", "lookup:checked"),
     _mlx_lm(
         "ssd_cache", _CACHE, "LRUPromptCache.fetch_nearest_cache", "lookup:fetch_nearest_cache"
     ),
@@ -70,6 +70,12 @@ PATCHES: tuple[Patch, ...] = (
     _mlx_lm("ssd_cache", _GENERATE, "GenerationBatch.next", "batched:generation_next"),
     # the serial path
     _mlx_lm("ssd_cache", _GENERATE, "generate_step", "serial:generate_step"),
+    _mlx_lm(
+        "ssd_cache",
+        _GENERATE,
+        "speculative_generate_step",
+        "serial:speculative_generate_step",
+    ),
     # what the client sees
     _mlx_lm("ssd_cache", _SERVER, "APIHandler.generate_response", "usage:generate_response"),
     _mlx_lm(
