@@ -21,6 +21,7 @@ from ..cache.keys import chain, root_key, snapshot_key, token_bytes
 from ..cache.match import Plan, plan
 from ..cache.record import Header, Record, TensorSpec
 from ..cache.snapshots import points
+from ..patching.compat import families
 from ..tensors.cut import Cut, cut
 from ..tensors.layers import Layout, describe, has_ring, is_cuttable, leaves
 from ..tensors.restore import RestoreFailed, join_layout, restore
@@ -32,6 +33,39 @@ Tokens = npt.NDArray[np.int64]
 _ROOM = 256
 """Tokens of room that a restored cache keeps beyond the prompt, so that the answer need not grow it."""
 _ATTEMPTS = 4
+
+
+class NotEligible(Exception):
+    """This model's state cannot be stored exactly; the message says why."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model family's state behaves (``compat/families.toml``, measured).
+
+    Args:
+        cut_anywhere: prefill may be cut at any token to the bit; otherwise only between blocks.
+        decode_is_prefill: a decoded token leaves the state that prefilling it would leave, to the bit.
+            Not so where decoding sums in another order (rings, absorbed latent attention); there only
+            prefilled state is gone on from.
+    """
+
+    cut_anywhere: bool = True
+    decode_is_prefill: bool = True
+
+    @classmethod
+    def named(cls, name: str) -> Family:
+        """The family of a model module's name.
+
+        Raises:
+            NotEligible: when the family is not in the table, or is there as not exact.
+        """
+        known = families().get(name)
+        if known is None:
+            raise NotEligible(f"model family {name} has not been tested for exact reuse")
+        if known.get("result") == "no":
+            raise NotEligible(f"model family {name}: {known.get('reason')}")
+        return cls(known.get("cuts") != "block", known.get("decode") != "differs")
 
 
 @dataclass(frozen=True)
@@ -55,6 +89,7 @@ class Session:
         identity: content of the model (`tensors.identity.identify`).
         make_cache: the host's way to a new, empty prompt cache for this model.
         variant: what else decides the state's form, such as quantised KV settings.
+        can_skip: whether the first token can come from stored logits alone.
 
     Raises:
         tensors.layers.UnsupportedCache: when a layer's cache is of an unknown class.
@@ -64,17 +99,21 @@ class Session:
         self,
         runtime: Runtime,
         identity: str,
+        family: Family,
         make_cache: Callable[[], list[Any]],
         *,
         variant: str = "",
+        can_skip: bool = True,
     ) -> None:
         fresh = make_cache()
         self.runtime = runtime
         self.identity = identity
+        self.can_skip = can_skip
         self.make_cache = make_cache
         self.kinds = describe(fresh) + variant
         self.cuttable = is_cuttable(fresh)
-        self.ring = has_ring(fresh)
+        self.exact_decode = family.decode_is_prefill and not has_ring(fresh)
+        self.cut_anywhere = family.cut_anywhere
         self.block_tokens = runtime.settings.block_tokens
         self._roots: dict[str, bytes] = {}
 
@@ -132,8 +171,8 @@ class Sequence:
                 self.tokens,
                 session.block_tokens,
                 cuttable=session.cuttable,
-                want_full=full,
-                resume_from_end=not session.ring,
+                want_full=full and session.can_skip,
+                resume_from_end=session.exact_decode and session.cut_anywhere,
             )
             if not found.position or not (found.full or found.position > longer_than):
                 return None
@@ -141,20 +180,31 @@ class Sequence:
             try:
                 return self._restore(found)
             except RestoreFailed as error:
-                log.info("thunder: a stored prefix could not be read, trying a shorter one: %s", error)
+                log.info(
+                    "thunder: a stored prefix could not be read, trying a shorter one: %s", error
+                )
         return None
 
     def due(self, start: int, end: int) -> list[int]:
         """Where prefill from ``start`` must stop, up to ``end``, to take snapshots.
 
-        With a ring the last one is due before the prompt's last token, which is a decode step.
+        Where a decoded token's state is not that of a prefilled one, the last is due before the
+        prompt's last token, which the host runs as a decode step. No piece has a single token: that
+        would be a decode step too.
         """
-        if self.session.cuttable:
+        session = self.session
+        if session.cuttable:
             return []
-        stride = self.session.runtime.settings.snapshot_stride
-        last = len(self) - 1 if self.session.ring else len(self)
-        due = points(start, last, stride, self.session.block_tokens, self.boundaries)
-        return [p for p in due if p <= end]
+        step, boundaries = session.block_tokens, self.boundaries
+        last = len(self) if session.exact_decode else len(self) - 1
+        if not session.cut_anywhere:
+            boundaries = tuple(b - b % step for b in boundaries)
+            last -= last % step
+        due: list[int] = []
+        for p in points(start, last, session.runtime.settings.snapshot_stride, step, boundaries):
+            if p <= end and p - (due[-1] if due else start) > 1 and end - p != 1:
+                due.append(p)
+        return due
 
     def store(
         self,
@@ -174,11 +224,12 @@ class Sequence:
             snapshot: also store the state at ``position``, with ``logits`` ``[vocabulary]`` if given.
             decoded: the last tokens were decoded, not prefilled.
         """
-        if decoded and self.session.ring:
+        if decoded and not (self.session.exact_decode and self.session.cut_anywhere):
             return
         session, store = self.session, self.session.runtime.store
         step = session.block_tokens
-        blocks = (position - 1 if logits is not None and session.ring else position) // step
+        end = position - (logits is not None and not session.exact_decode)
+        blocks = end // step
         missing = [
             i
             for i in range(self.checked, blocks)
@@ -196,9 +247,7 @@ class Sequence:
             text = layout.dumps()
             if snapshot:
                 spans.append((blocks * step, position))
-            cuts = cut(
-                found, layout, spans, state=snapshot and not session.cuttable, logits=logits
-            )
+            cuts = cut(found, layout, spans, state=snapshot and not session.cuttable, logits=logits)
             for i, piece in zip(missing, cuts, strict=False):
                 above = self.keys[i - 1] if i else self.root
                 tokens = token_bytes(self.tokens[i * step : (i + 1) * step])

@@ -69,7 +69,11 @@ def code_of(model: object, package: str) -> list[str]:
             continue
         seen.add(name)
         for value in vars(sys.modules[name]).values():
-            used = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
+            used = (
+                value.__name__
+                if isinstance(value, ModuleType)
+                else getattr(value, "__module__", "")
+            )
             if isinstance(used, str) and used.startswith(package) and used in sys.modules:
                 todo.append(used)
     return [_source(name) for name in sorted(seen)]

@@ -108,7 +108,9 @@ def describe(caches: Sequence[CacheObject]) -> str:
         name = kind(cache)
         if name not in ROW_CLASSES and name not in STATE_CLASSES:
             raise UnsupportedCache(f"cache class {name} of layer {path} is not known")
-        fixed = [str(getattr(cache, a)) for a in ("max_size", "keep", "chunk_size") if hasattr(cache, a)]
+        fixed = [
+            str(getattr(cache, a)) for a in ("max_size", "keep", "chunk_size") if hasattr(cache, a)
+        ]
         if name == "ArraysCache":
             fixed.append(str(len(cache.cache)))
         name += f"({','.join(fixed)})" if fixed else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -88,8 +89,7 @@ def _parts(batch: Any, tokens: list[list[int]]) -> list[tuple[list[list[int]], b
     due = row.sequence.due(start, end)
     cuts = sorted({start, *due, end})
     return [
-        ([tokens[0][a - start : b - start]], b in due)
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        ([tokens[0][a - start : b - start]], b in due) for a, b in pairwise(cuts)
     ]
 
 

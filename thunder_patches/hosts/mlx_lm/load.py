@@ -11,7 +11,9 @@ from ...patching.guard import shield
 from ...tensors.identity import IdentityError, code_of, identify
 from ...tensors.layers import UnsupportedCache
 from ..runtime import runtime
-from ..session import Session
+from ..session import Family, NotEligible, Session
+
+_MODELS = "mlx_lm.models."
 
 log = logging.getLogger("thunder_patches")
 
@@ -36,11 +38,11 @@ def load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
     with shield("ssd_cache", "load"):
         loaded.key, loaded.model = instance.model_key, instance.model
-        loaded.family = getattr(instance.model, "model_type", type(instance.model).__module__)
+        loaded.family = _family_name(instance.model)
         try:
             loaded.session = _session(instance)
             loaded.reason = ""
-        except (IdentityError, UnsupportedCache) as error:
+        except (IdentityError, NotEligible, UnsupportedCache) as error:
             loaded.reason = str(error)
             log.warning("thunder: no caching for this model: %s", error)
     return result
@@ -58,19 +60,27 @@ def session_of(model: Any) -> Session | None:
 
 def _session(provider: Any) -> Session:
     path, adapter, draft = provider.model_key
-    if draft is not None:
-        raise UnsupportedCache("draft models are not supported yet")
     if getattr(provider, "is_distributed", False):
-        raise UnsupportedCache("distributed serving is not supported yet")
-    options = provider.cli_args
-    if getattr(options, "kv_bits", None) is not None:
-        raise UnsupportedCache("quantised KV is not supported yet")
+        raise NotEligible("distributed serving is not supported yet")
+    if getattr(provider.cli_args, "kv_bits", None) is not None:
+        raise NotEligible("quantised KV is not supported yet")
     make = sys.modules["mlx_lm.models.cache"].make_prompt_cache
-    model = provider.model
+    model, draft_model = provider.model, provider.draft_model
+    family = Family.named(_family_name(model))
     identity = identify(
-        _folder(path), None if adapter is None else Path(adapter), code_of(model, "mlx_lm.models.")
+        _folder(path), None if adapter is None else Path(adapter), code_of(model, _MODELS)
     )
-    return Session(runtime(), identity, lambda: make(model))
+    if draft_model is None:
+        return Session(runtime(), identity, family, lambda: make(model))
+    # The host keeps both models' caches in one list; the first token needs both models.
+    identity += identify(_folder(draft), None, code_of(draft_model, _MODELS))
+    return Session(
+        runtime(), identity, family, lambda: make(model) + make(draft_model), can_skip=False
+    )
+
+
+def _family_name(model: Any) -> str:
+    return type(model).__module__.rpartition(".")[2]
 
 
 def _folder(path: str) -> Path:

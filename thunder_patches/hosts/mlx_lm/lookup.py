@@ -1,8 +1,8 @@
-"""``LRUPromptCache.fetch_nearest_cache``: the host's lookup, made longer from the store.
-"""
+"""``LRUPromptCache.fetch_nearest_cache``: the host's lookup, made longer from the store."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ...patching.guard import is_on, shield
@@ -13,20 +13,33 @@ from .load import session_for
 from .requests import Outcome, Prompt, current
 
 
-def leave_one(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wraps ``fetch_nearest_cache(model, tokens) -> (cache, rest)``: ``rest`` is never empty.
+def checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wraps ``fetch_nearest_cache(model, tokens) -> (cache, rest)``: what the host found is usable.
 
-    The stock server dies where a prompt equals a stored key: there is nothing left to feed.
+    The stock server dies where a prompt equals a stored key: ``rest`` is empty, there is nothing to
+    feed. After speculative decoding it stores caches that hold fewer tokens than their key says, and
+    answers wrongly from them.
     """
     cache, rest = wrapped(*args, **kwargs)
-    tokens = named(wrapped, args, kwargs)["tokens"]
-    if rest or not tokens:
-        return cache, rest
-    if all(c.is_trimmable() for c in cache):
-        for c in cache:
-            c.trim(1)
-        return cache, tokens[-1:]
-    return None, tokens
+    with shield("exact_hit"):
+        tokens = named(wrapped, args, kwargs)["tokens"]
+        if cache and any(offset != len(tokens) - len(rest) for offset in _offsets(cache)):
+            return None, tokens
+        if not rest and tokens:
+            if not all(c.is_trimmable() for c in cache):
+                return None, tokens
+            for c in cache:
+                c.trim(1)
+            return cache, tokens[-1:]
+    return cache, rest
+
+
+def _offsets(caches: Iterable[Any]) -> Iterator[int]:
+    for cache in caches:
+        if hasattr(cache, "caches"):
+            yield from _offsets(cache.caches)
+        elif isinstance(offset := getattr(cache, "offset", None), int):
+            yield offset
 
 
 def fetch_nearest_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

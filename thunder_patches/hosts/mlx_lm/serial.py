@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...patching.guard import is_on, shield
+from ..arguments import named, replaced
 from ..session import Sequence
 from .first_step import SerialSteps
 from .load import session_of
@@ -17,22 +18,46 @@ from .requests import current
 def generate_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wraps ``generate_step(prompt, model, ..., prompt_cache, prompt_progress_callback)``."""
     with shield("ssd_cache", "start"):
-        prompt, model, *others = args
-        request, cache = current(), kwargs.get("prompt_cache")
-        if (
-            is_on("ssd_cache")
-            and request is not None
-            and request.sequence is not None
-            and session_of(model) is request.sequence.session
-            and cache is not None
-            and kwargs.get("input_embeddings") is None
-        ):
-            sequence = request.sequence
+        given = named(wrapped, args, kwargs)
+        request, cache = current(), given.get("prompt_cache")
+        if (sequence := _sequence(given)) is not None and given.get("input_embeddings") is None:
+            assert request is not None
             logits = request.hit.logits if request.hit is not None else None
-            held = len(sequence) - len(prompt)
-            steps = _steps(model, sequence, cache, held, logits)
-            return _generate(wrapped, prompt, steps, sequence, cache, held, others, kwargs)
+            held = len(sequence) - len(given["prompt"])
+            steps = _steps(given["model"], sequence, cache, held, logits)
+            return _generate(wrapped, args, kwargs, steps, sequence, cache, held)
     return wrapped(*args, **kwargs)
+
+
+def speculative_generate_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wraps ``speculative_generate_step(prompt, model, draft_model, ..., prompt_cache)``.
+
+    The prompt's rows are right in both models' caches once the first token is there.
+    """
+    steps = wrapped(*args, **kwargs)
+    with shield("ssd_cache", "start"):
+        given = named(wrapped, args, kwargs)
+        if (sequence := _sequence(given)) is not None:
+            return _store_first(steps, sequence, given["prompt_cache"])
+    return steps
+
+
+def _store_first(steps: Iterator[Any], sequence: Sequence, cache: Any) -> Iterator[Any]:
+    for i, step in enumerate(steps):
+        if i == 0:
+            with shield("ssd_cache", "prefill"):
+                sequence.store(cache, len(sequence) - 1, snapshot=True)
+        yield step
+
+
+def _sequence(given: dict[str, Any]) -> Sequence | None:
+    """The sequence that this generation is for, if it is one of ours."""
+    request = current()
+    if not is_on("ssd_cache") or request is None or request.sequence is None:
+        return None
+    if session_of(given["model"]) is not request.sequence.session:
+        return None
+    return request.sequence if given.get("prompt_cache") is not None else None
 
 
 def _steps(
@@ -53,16 +78,15 @@ def _steps(
 
 def _generate(
     wrapped: Any,
-    prompt: mx.array,
+    args: Any,
+    kwargs: Any,
     steps: SerialSteps,
     sequence: Sequence,
     cache: Any,
     held: int,
-    others: list[Any],
-    kwargs: dict[str, Any],
 ) -> Iterator[Any]:
     length = len(sequence)
-    report = kwargs.get("prompt_progress_callback")
+    report = named(wrapped, args, kwargs).get("prompt_progress_callback")
 
     def progress(processed: int, total: int) -> None:
         if report is not None:
@@ -71,11 +95,10 @@ def _generate(
             with shield("ssd_cache", "prefill"):
                 sequence.store(cache, held + processed)
 
+    args, kwargs = replaced(wrapped, args, kwargs, model=steps, prompt_progress_callback=progress)
     answer: list[int] = []
     try:
-        for token, logprobs in wrapped(
-            prompt, steps, *others, **{**kwargs, "prompt_progress_callback": progress}
-        ):
+        for token, logprobs in wrapped(*args, **kwargs):
             answer.append(token)
             yield token, logprobs
     finally:
