@@ -12,7 +12,7 @@ from .requests import note_http
 
 def do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if instance.path.split("?")[0] == "/thunder/status":
-        return send_json(instance, 200, report.snapshot())
+        return send_json(instance, 200, report.status())
     return wrapped(*args, **kwargs)
 
 
