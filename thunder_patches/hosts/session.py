@@ -76,6 +76,12 @@ class Hit:
     length: int
     source: str
     logits: mx.array | None = None
+    reused: int | None = None
+    """Tokens of ``length`` that came from the store, where some in between were computed."""
+
+    @property
+    def approximate(self) -> bool:
+        return self.reused is not None
 
     @property
     def full(self) -> bool:
@@ -146,6 +152,11 @@ class Sequence:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens to make room for when this prompt's cache is restored."""
+        return -(-(len(self) + _ROOM) // _ROOM) * _ROOM
 
     def extend(self, tokens: Seq[int]) -> None:
         """Append the answer's tokens."""
@@ -264,13 +275,12 @@ class Sequence:
     def _restore(self, found: Plan) -> Hit:
         session = self.session
         fresh = session.make_cache()
-        capacity = -(-(len(self) + _ROOM) // _ROOM) * _ROOM
         restored = restore(
             session.runtime.store,
             found.pieces,
             fresh,
             length=found.position,
-            capacity=capacity,
+            capacity=self.capacity,
             logits=found.full,
         )
         self.checked = len(found.blocks)

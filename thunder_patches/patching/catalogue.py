@@ -57,6 +57,7 @@ PATCHES: tuple[Patch, ...] = (
     _mlx_lm(
         "ssd_cache", _CACHE, "LRUPromptCache.fetch_nearest_cache", "lookup:fetch_nearest_cache"
     ),
+    _mlx_lm("approx_skip", _CACHE, "LRUPromptCache.insert_cache", "lookup:insert_cache"),
     # the request, from its text to its tokens
     _mlx_lm("ssd_cache", _SERVER, "ResponseGenerator._tokenize", "requests:tokenize"),
     _mlx_lm("ssd_cache", _SERVER, "ResponseGenerator.generate", "requests:generate"),

@@ -80,7 +80,9 @@ def cut(
                 name: (
                     dtype,
                     dims,
-                    memoryview(arrays[name]).cast("B") if name in arrays else memoryview(b""),
+                    memoryview(arrays[name]).cast("B")  # type: ignore[arg-type]
+                    if name in arrays
+                    else memoryview(b""),
                 )
                 for name, (dtype, dims) in shape.items()
             },

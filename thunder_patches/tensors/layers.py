@@ -11,7 +11,7 @@ read directly: ``state`` changed its form between mlx-lm releases.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,7 +208,7 @@ def fill(
     fresh: Sequence[CacheObject],
     layout: Layout,
     rows: dict[tuple[str, int], mx.array],
-    states: dict[str, tuple[Sequence[mx.array], Meta]],
+    states: Mapping[str, tuple[Sequence[mx.array], Meta]],
     length: int,
 ) -> list[CacheObject]:
     """Put restored arrays into a fresh prompt cache and return it.
@@ -301,7 +301,7 @@ def _rotating_state(cache: CacheObject) -> tuple[tuple[mx.array, ...], Meta]:
     a ring that has wrapped is kept as it is, with its write position.
     """
     meta = {
-        "offset": int(cache.offset.item() if isinstance(cache.offset, mx.array) else cache.offset),
+        "offset": _integer(cache.offset),
         "keep": int(getattr(cache, "keep", 0)),
         "_idx": int(cache._idx),
         "max_size": int(cache.max_size),
@@ -319,6 +319,10 @@ def _rotating_state(cache: CacheObject) -> tuple[tuple[mx.array, ...], Meta]:
     elif meta["offset"] == idx < held:
         keys, values = keys[..., :idx, :], values[..., :idx, :]
     return (keys, values), meta
+
+
+def _integer(value: Any) -> int:
+    return int(value.item()) if isinstance(value, mx.array) else int(value)  # type: ignore[arg-type]
 
 
 def _alone(cache: CacheObject) -> bool:

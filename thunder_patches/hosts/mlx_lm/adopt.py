@@ -44,8 +44,8 @@ class RestoredRotatingKVCache(RotatingKVCache):
         batch.keys, batch.values = cache.keys, cache.values
         batch.offset = mx.array([cache.offset])
         batch._idx, batch._offset = cache._idx, cache.offset
-        batch.rotated = cache._idx < cache.offset and cache.keys.shape[2] == cache.max_size
-        batch.rotated = batch.rotated and cache._idx < cache.max_size
+        held = caches[0].keys.shape[2]
+        batch.rotated = held == cache.max_size and cache._idx < min(held, cache.offset)
         return batch
 
 

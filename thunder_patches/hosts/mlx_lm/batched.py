@@ -88,9 +88,7 @@ def _parts(batch: Any, tokens: list[list[int]]) -> list[tuple[list[list[int]], b
     end = start + len(tokens[0])
     due = row.sequence.due(start, end)
     cuts = sorted({start, *due, end})
-    return [
-        ([tokens[0][a - start : b - start]], b in due) for a, b in pairwise(cuts)
-    ]
+    return [([tokens[0][a - start : b - start]], b in due) for a, b in pairwise(cuts)]
 
 
 def _store_rows(batch: Any, snapshot: bool) -> None:

@@ -65,8 +65,8 @@ class SerialSteps:
             self.seen += inputs.shape[1]
             return logits[None, None, :]
         if self.seen >= self._total and self._at_end is not None and self._logits is not None:
-            self._at_end, at_end = None, self._at_end
-            at_end(self._logits)
+            self._at_end(self._logits)
+            self._at_end = None
             self._logits = None
         while self._stops and self._stops[0] <= self.seen:
             self._stops.pop(0)

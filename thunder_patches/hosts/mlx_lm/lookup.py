@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import mlx.core as mx
+
 from ...patching.guard import is_on, shield
+from ..approximate import FAMILIES, approximate
 from ..arguments import named
 from ..runtime import runtime
 from .adopt import adopt
-from .load import session_for
+from .load import loaded, session_for
 from .requests import Outcome, Prompt, current
 
 
@@ -65,6 +69,12 @@ def _longer(
     prompt.sequence = sequence
     held = min(len(tokens) - len(rest), len(tokens) - 1)
     hit = sequence.lookup(longer_than=held, full=is_on("skip_logic"))
+    if is_on("approx_skip") and loaded.family in FAMILIES and not (hit and hit.full):
+        nearly = approximate(sequence, lambda ids, kv: loaded.model(mx.array([ids]), cache=kv))
+        if nearly is not None and nearly.length > max(held, hit.length if hit else 0):
+            hit = nearly
+            prompt.sequence = None
+            keep_out(tokens)
     counters = runtime().counters
     if hit is None:
         counters.add("partial" if held else "miss")
@@ -72,8 +82,28 @@ def _longer(
         counters.add("tokens_computed", len(tokens) - held)
         return cache, rest
     prompt.hit = hit
-    prompt.outcome = Outcome(hit.length, "full" if hit.full else "none", hit.source)
-    counters.add("full" if hit.full else "partial")
-    counters.add("tokens_skipped", hit.length)
-    counters.add("tokens_computed", len(tokens) - hit.length)
+    skip = "full" if hit.full else "approximate" if hit.approximate else "none"
+    skipped = hit.length if hit.reused is None else hit.reused
+    prompt.outcome = Outcome(skipped, skip, hit.source)
+    counters.add("partial" if skip == "none" else skip)
+    counters.add("tokens_skipped", skipped)
+    counters.add("tokens_computed", len(tokens) - skipped)
     return adopt(hit.caches), tokens[min(hit.length, len(tokens) - 1) :]
+
+
+_approximate: deque[list[int]] = deque(maxlen=64)
+"""Prompts whose caches are approximate: the host must not keep those for exact lookups."""
+
+
+def keep_out(tokens: list[int]) -> None:
+    """Keep the caches of this prompt, and of what is generated after it, out of the host's cache."""
+    _approximate.append(list(tokens))
+
+
+def insert_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wraps ``LRUPromptCache.insert_cache(model, tokens, prompt_cache, ...)``."""
+    kept_out = False
+    with shield("approx_skip", "insert"):
+        tokens = named(wrapped, args, kwargs)["tokens"]
+        kept_out = any(a == tokens[: len(a)] or tokens == a[: len(tokens)] for a in _approximate)
+    return None if kept_out else wrapped(*args, **kwargs)
