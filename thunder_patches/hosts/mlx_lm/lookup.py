@@ -66,6 +66,8 @@ def _longer(
     if session is None or not is_on("ssd_cache"):
         return cache, rest
     sequence = session.sequence(tokens, prompt.asked.salt)
+    if prompt.boundaries is not None:
+        sequence.boundaries = prompt.boundaries.cuts()
     prompt.sequence = sequence
     held = min(len(tokens) - len(rest), len(tokens) - 1)
     hit = sequence.lookup(longer_than=held, full=is_on("skip_logic"))

@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...patching.guard import shield
+from ...pilot.boundaries import Boundaries
+from ..arguments import named
 from ..runtime import runtime
 from ..session import Hit, Sequence
+from .messages import boundaries
 
 _local = threading.local()
 
@@ -41,6 +44,7 @@ class Prompt(list[int]):
 
     asked: Asked
     request: Any = None
+    boundaries: Boundaries | None = None
     outcome: Outcome | None = None
     sequence: Sequence | None = None
     hit: Hit | None = None
@@ -73,7 +77,7 @@ def _salt(headers: Any) -> str:
 def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """``ResponseGenerator.generate``: handler thread, once a request."""
     with shield("ssd_cache", "asked"):
-        request = args[0] if args else kwargs["request"]
+        request = named(wrapped, args, kwargs)["request"]
         request.thunder = getattr(_local, "asked", None) or Asked()
         _local.answered = None
     result = wrapped(*args, **kwargs)
@@ -89,10 +93,15 @@ def tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     with shield("ssd_cache", "tokenise"):
         _local.prompt = None
         prompt = Prompt(result[0])
-        request = args[1] if len(args) > 1 else kwargs["request"]
+        given = named(wrapped, args, kwargs)
+        request = given["request"]
         prompt.asked = getattr(request, "thunder", None) or Asked()
         prompt.request = request
         _local.prompt = prompt
+        with shield("context_pilot", "boundaries"):
+            prompt.boundaries = boundaries(
+                instance, given["tokenizer"], request, given["args"], prompt
+            )
         segments = [prompt if s is result[0] else s for s in result[1]]
         return (prompt, segments, *result[2:])
     return result
