@@ -55,7 +55,9 @@ class Client:
         """A text completion; see `defaults` for what is asked for."""
         return self._ask("/v1/completions", {"prompt": prompt} | body, timeout)
 
-    def chat(self, messages: Sequence[Json], *, timeout: float | None = None, **body: Any) -> Answer:
+    def chat(
+        self, messages: Sequence[Json], *, timeout: float | None = None, **body: Any
+    ) -> Answer:
         """A chat completion; see `defaults` for what is asked for."""
         return self._ask("/v1/chat/completions", {"messages": list(messages)} | body, timeout)
 

@@ -37,6 +37,7 @@ class Fleet:
         self._own: list[Server] = []
         self._idle: OrderedDict[str, Server] = OrderedDict()
         self._answers: dict[str, Answer] = {}
+        self._read: dict[Server, int] = {}
 
     def server(
         self,
@@ -119,6 +120,16 @@ class Fleet:
         """The end of the log of each server of the running test, and of the last shared one."""
         shared = list(self._idle.values())[-2:]
         return [(f"log of {s.folder.name}", s.log()[-characters:]) for s in [*self._own, *shared]]
+
+    def new_logs(self) -> list[tuple[str, str]]:
+        """What the servers with the plugin logged since the last call, but for `may_fail` ones."""
+        found = []
+        for server in [*self._own, *self._idle.values()]:
+            text = server.log()
+            start, self._read[server] = self._read.get(server, 0), len(text)
+            if server.env.get("THUNDER") != "0" and not server.may_fail:
+                found.append((f"log of {server.folder.name}", text[start:]))
+        return found
 
     def _make(self, model: Model | None, **options: Any) -> Server:
         self._started += 1

@@ -142,7 +142,12 @@ def overlay(python: Path, folder: Path, wheel: Path) -> Path:
 def run(command: list[str], timeout: float = 300, **options: Any) -> str:
     """The command's standard output; what it printed is in the error when it fails."""
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, **options
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+        **options,
     )
     if done.returncode != 0:
         raise RuntimeError(

@@ -56,6 +56,8 @@ class Server(Client):
         self.log_file = folder / "server.log"
         self.trace_file = folder / "trace.jsonl"
         self.process: subprocess.Popen[bytes] | None = None
+        self.may_fail = False
+        """Set by tests that make the host fail: stack traces in the log are then expected."""
 
     def start(self) -> Server:
         """Starts the process and waits until /health answers; raises with the log if it does not."""
@@ -117,6 +119,7 @@ class Server(Client):
 
     def inject(self, *, after: int, error: str = "", sleep: float = 0.0) -> None:
         """The model call after `after` further ones raises RuntimeError(error), or sleeps."""
+        self.may_fail = self.may_fail or bool(error)
         fault: dict[str, Any] = {"skip": after}
         fault |= {"error": error} if error else {"sleep": sleep}
         path = self.trace_file.with_name(self.trace_file.name + ".fault")
