@@ -1,0 +1,69 @@
+"""Cost of message boundaries against the host's own tokenising, 100 messages and about 64K tokens.
+
+Run: python -m tests.bench.pilot_boundaries
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+
+import numpy as np
+
+from tests.core.pilot_support import SAMPLE, TEMPLATES, TOOLS, Chat
+from thunder_patches.pilot.boundaries import Follower
+
+
+def conversation(messages: int, characters: int) -> list[dict]:
+    rng = random.Random(1)
+    words = " ".join(SAMPLE).split(" ")
+    chat = []
+    for i in range(messages):
+        role = "system" if i == 0 else "user" if i % 2 else "assistant"
+        text = " ".join(rng.choice(words) for _ in range(characters // 6))
+        chat.append({"role": role, "content": text[:characters]})
+    return chat
+
+
+def seconds(function, rounds: int = 7) -> float:
+    function()
+    taken = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        function()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def main() -> None:
+    messages = conversation(100, 2000)
+    print(f"{'template':<10}{'tokens':>8}{'host ms':>9}{'array ms':>9}{'%':>6}{'list ms':>9}{'%':>6}")
+    for name, template in TEMPLATES.items():
+        chat = Chat(template)
+        tools = TOOLS if name in ("llama3", "qwen3", "harmony", "mistral") else None
+
+        def host(chat: Chat = chat, template: str = template, tools=tools) -> list[int]:
+            return chat.tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=True,
+                return_dict=False,
+                sep="",
+            )
+
+        tokens = host()
+        array = np.asarray(tokens)
+        follower = Follower(chat.encode)
+        assert follower.boundaries(chat.render, messages, tools, array).aligned
+        base = seconds(host, 3)
+        row = f"{name:<10}{len(tokens):>8}{base * 1e3:>9.1f}"
+        for given in (array, tokens):
+            cost = seconds(lambda given=given: follower.boundaries(chat.render, messages, tools, given))
+            row += f"{cost * 1e3:>9.2f}{cost / base:>6.1%}"
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
