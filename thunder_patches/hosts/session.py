@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -166,12 +166,15 @@ class Sequence:
         parent = self.keys[-1] if self.keys else self.root
         self.keys += chain(parent, self.tokens[done * step :], step)
 
-    def lookup(self, *, longer_than: int, full: bool) -> Hit | None:
+    def lookup(
+        self, *, longer_than: int, full: bool, fit: Callable[[int], int] = lambda position: position
+    ) -> Hit | None:
         """Restore the longest stored prefix if it is longer than the host's own.
 
         Args:
             longer_than: tokens that the host has in memory already.
             full: whether the caller can do without the last token's forward pass.
+            fit: the largest position, not beyond a given one, at which a prefix may be gone on from.
         """
         store, session = self.session.runtime.store, self.session
         for _ in range(_ATTEMPTS):
@@ -185,8 +188,10 @@ class Sequence:
                 want_full=full and session.can_skip,
                 resume_from_end=session.exact_decode and session.cut_anywhere,
             )
-            if not found.position or not (found.full or found.position > longer_than):
-                return None
+            if not found.full:
+                found = self._fitted(found, fit(found.position))
+                if found.position <= longer_than:
+                    return None
             store.touch([piece.key for piece in found.pieces], self.stamp)
             try:
                 return self._restore(found)
@@ -195,6 +200,18 @@ class Sequence:
                     "thunder: a stored prefix could not be read, trying a shorter one: %s", error
                 )
         return None
+
+    def _fitted(self, found: Plan, position: int) -> Plan:
+        if position == found.position:
+            return found
+        if not self.session.cuttable:
+            return Plan()
+        blocks = tuple(piece for piece in found.blocks if piece.start < position)
+        return replace(found, position=position, blocks=blocks, snapshot=None, partial=None)
+
+    def fit(self, position: int, caches: Seq[Any]) -> int:
+        """The largest position, not beyond this one, at which the host's own caches are exact."""
+        return position
 
     def due(self, start: int, end: int) -> list[int]:
         """Where prefill from ``start`` must stop, up to ``end``, to take snapshots.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from thunder_patches.patching.patch import Feature, Patch
 
 FEATURES: tuple[Feature, ...] = (
-    Feature("exact_hit", "the host's own cache hits are checked: one that fits exactly kills it"),
+    Feature("host_cache", "the host's own cache is checked: an exact hit would kill the server"),
     Feature("ssd_cache", "KV state in blocks on disk", switch="ssd_cache"),
     Feature("prefetch", "read-ahead of matched blocks", switch="prefetch", requires="ssd_cache"),
     Feature(
@@ -24,6 +24,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "context_pilot", "reuse told to the client", switch="context_pilot", requires="ssd_cache"
     ),
+    Feature("mixed_kv_bits", "--kv-bits works for models with sliding-window layers"),
     Feature("routes", "/thunder/ on the host's port"),
 )
 
@@ -53,11 +54,11 @@ PATCHES: tuple[Patch, ...] = (
     # load
     _mlx_lm("ssd_cache", _SERVER, "ModelProvider._load", "load:load"),
     # lookup
-    _mlx_lm("exact_hit", _CACHE, "LRUPromptCache.fetch_nearest_cache", "lookup:checked"),
+    _mlx_lm("host_cache", _CACHE, "LRUPromptCache.fetch_nearest_cache", "host_cache:checked"),
     _mlx_lm(
         "ssd_cache", _CACHE, "LRUPromptCache.fetch_nearest_cache", "lookup:fetch_nearest_cache"
     ),
-    _mlx_lm("approx_skip", _CACHE, "LRUPromptCache.insert_cache", "lookup:insert_cache"),
+    _mlx_lm("host_cache", _CACHE, "LRUPromptCache.insert_cache", "host_cache:insert_cache"),
     # the request, from its text to its tokens
     _mlx_lm("ssd_cache", _SERVER, "ResponseGenerator._tokenize", "requests:tokenize"),
     _mlx_lm("ssd_cache", _SERVER, "ResponseGenerator.generate", "requests:generate"),
@@ -76,6 +77,12 @@ PATCHES: tuple[Patch, ...] = (
         _GENERATE,
         "speculative_generate_step",
         "serial:speculative_generate_step",
+    ),
+    _mlx_lm(
+        "mixed_kv_bits",
+        _GENERATE,
+        "maybe_quantize_kv_cache",
+        "serial:maybe_quantize_kv_cache",
     ),
     # what the client sees
     _mlx_lm("ssd_cache", _SERVER, "APIHandler.generate_response", "usage:generate_response"),

@@ -129,7 +129,12 @@ def has_ring(caches: Sequence[CacheObject]) -> bool:
     Attention over a ring sums in another order than over the same window in temporal order, so the
     state after a decode step is not to the bit that after prefill of the same tokens.
     """
-    return any(kind(cache) == "RotatingKVCache" for _, cache in _flatten(caches))
+    return holds(caches, "RotatingKVCache")
+
+
+def holds(caches: Sequence[CacheObject], name: str) -> bool:
+    """Whether a layer's cache is of class ``name``."""
+    return any(kind(cache) == name for _, cache in _flatten(caches))
 
 
 def is_cuttable(caches: Sequence[CacheObject]) -> bool:

@@ -15,8 +15,9 @@ import mlx.core as mx
 
 from ...patching.guard import is_on, shield
 from ..arguments import named, replaced
-from ..session import Sequence
+from ..quantised import AnySequence
 from .first_step import FirstStep
+from .host_cache import keep_out_decoded
 from .load import session_of
 from .requests import current
 
@@ -25,7 +26,7 @@ from .requests import current
 class Row:
     """A sequence in the batch generator, and the logits to start it with, if they were stored."""
 
-    sequence: Sequence
+    sequence: AnySequence
     logits: mx.array | None
 
 
@@ -158,6 +159,8 @@ def generation_next(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             with shield("ssd_cache", "answer"):
                 sequence = _rows.pop(response.uid).sequence
                 tokens = response.all_tokens
+                if not sequence.session.exact_decode:
+                    keep_out_decoded(response.prompt_cache)
                 sequence.extend(tokens[len(sequence) :])
                 sequence.store(response.prompt_cache, len(tokens), snapshot=True, decoded=True)
     return responses

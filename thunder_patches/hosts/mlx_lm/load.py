@@ -10,6 +10,7 @@ from typing import Any
 from ...patching.guard import shield
 from ...tensors.identity import IdentityError, code_of, identify
 from ...tensors.layers import UnsupportedCache
+from ..quantised import AnySession, QuantisedSession
 from ..runtime import runtime
 from ..session import Family, NotEligible, Session
 
@@ -25,7 +26,7 @@ class Loaded:
         self.key: Any = None
         self.model: Any = None
         self.family = ""
-        self.session: Session | None = None
+        self.session: AnySession | None = None
         self.reason = "no model loaded"
 
 
@@ -48,35 +49,44 @@ def load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def session_for(key: Any) -> Session | None:
+def session_for(key: Any) -> AnySession | None:
     """The session for the host's cache key, if that model is loaded and eligible."""
     return loaded.session if loaded.key == key else None
 
 
-def session_of(model: Any) -> Session | None:
+def session_of(model: Any) -> AnySession | None:
     """The session for a model object, if it is the one loaded and eligible."""
     return loaded.session if loaded.model is model else None
 
 
-def _session(provider: Any) -> Session:
+def _session(provider: Any) -> AnySession:
     path, adapter, draft = provider.model_key
     if getattr(provider, "is_distributed", False):
         raise NotEligible("distributed serving is not supported yet")
-    if getattr(provider.cli_args, "kv_bits", None) is not None:
-        raise NotEligible("quantised KV is not supported yet")
     make = sys.modules["mlx_lm.models.cache"].make_prompt_cache
-    model, draft_model = provider.model, provider.draft_model
+    model, draft_model, options = provider.model, provider.draft_model, provider.cli_args
     family = Family.named(_family_name(model))
     identity = identify(
         _folder(path), None if adapter is None else Path(adapter), code_of(model, _MODELS)
     )
-    if draft_model is None:
-        return Session(runtime(), identity, family, lambda: make(model))
-    # The host keeps both models' caches in one list; the first token needs both models.
-    identity += identify(_folder(draft), None, code_of(draft_model, _MODELS))
-    return Session(
-        runtime(), identity, family, lambda: make(model) + make(draft_model), can_skip=False
-    )
+
+    def fresh() -> list[Any]:
+        # With a draft model the host keeps both models' caches in one list.
+        return make(model) + (make(draft_model) if draft_model is not None else [])
+
+    if draft_model is not None:
+        identity += identify(_folder(draft), None, code_of(draft_model, _MODELS))
+    # Speculative decoding starts with both models, so no first token comes from stored logits.
+    session = Session(runtime(), identity, family, fresh, can_skip=draft_model is None)
+    bits = getattr(options, "kv_bits", None)
+    if bits is None:
+        return session
+    if draft_model is not None:
+        raise NotEligible("a draft model together with --kv-bits is not supported")
+    group, start = options.kv_group_size, options.quantized_kv_start
+    variant = f" kv_bits={bits} group_size={group} start={start}"
+    quantised = Session(runtime(), identity, family, fresh, variant=variant)
+    return QuantisedSession(session, quantised, start=start, step=options.prefill_step_size)
 
 
 def _family_name(model: Any) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 from ...patching.guard import shield
 from ...pilot.boundaries import Boundaries
 from ..arguments import named
+from ..quantised import AnySequence
 from ..runtime import runtime
-from ..session import Hit, Sequence
+from ..session import Hit
 from .messages import boundaries
 
 _local = threading.local()
@@ -46,7 +47,7 @@ class Prompt(list[int]):
     request: Any = None
     boundaries: Boundaries | None = None
     outcome: Outcome | None = None
-    sequence: Sequence | None = None
+    sequence: AnySequence | None = None
     hit: Hit | None = None
     """Set where the host was given a cache from the store for this prompt."""
 

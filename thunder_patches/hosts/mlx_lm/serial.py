@@ -9,8 +9,9 @@ import mlx.core as mx
 
 from ...patching.guard import is_on, shield
 from ..arguments import named, replaced
-from ..session import Sequence
+from ..quantised import AnySequence
 from .first_step import SerialSteps
+from .host_cache import keep_out_decoded
 from .load import session_of
 from .requests import current
 
@@ -42,7 +43,7 @@ def speculative_generate_step(wrapped: Any, instance: Any, args: Any, kwargs: An
     return steps
 
 
-def _store_first(steps: Iterator[Any], sequence: Sequence, cache: Any) -> Iterator[Any]:
+def _store_first(steps: Iterator[Any], sequence: AnySequence, cache: Any) -> Iterator[Any]:
     for i, step in enumerate(steps):
         if i == 0:
             with shield("ssd_cache", "prefill"):
@@ -50,7 +51,7 @@ def _store_first(steps: Iterator[Any], sequence: Sequence, cache: Any) -> Iterat
         yield step
 
 
-def _sequence(given: dict[str, Any]) -> Sequence | None:
+def _sequence(given: dict[str, Any]) -> AnySequence | None:
     """The sequence that this generation is for, if it is one of ours."""
     request = current()
     if not is_on("ssd_cache") or request is None or request.sequence is None:
@@ -61,7 +62,7 @@ def _sequence(given: dict[str, Any]) -> Sequence | None:
 
 
 def _steps(
-    model: Any, sequence: Sequence, cache: Any, held: int, stored: mx.array | None
+    model: Any, sequence: AnySequence, cache: Any, held: int, stored: mx.array | None
 ) -> SerialSteps:
     def at_stop(seen: int) -> None:
         with shield("ssd_cache", "snapshot"):
@@ -81,7 +82,7 @@ def _generate(
     args: Any,
     kwargs: Any,
     steps: SerialSteps,
-    sequence: Sequence,
+    sequence: AnySequence,
     cache: Any,
     held: int,
 ) -> Iterator[Any]:
@@ -96,6 +97,8 @@ def _generate(
                 sequence.store(cache, held + processed)
 
     args, kwargs = replaced(wrapped, args, kwargs, model=steps, prompt_progress_callback=progress)
+    if not sequence.session.exact_decode:
+        keep_out_decoded(cache)
     answer: list[int] = []
     try:
         for token, logprobs in wrapped(*args, **kwargs):
@@ -107,3 +110,23 @@ def _generate(
             if length < held_now <= length + len(answer):
                 sequence.extend(answer[: held_now - length])
                 sequence.store(cache, held_now, snapshot=True, decoded=True)
+
+
+def maybe_quantize_kv_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wraps ``maybe_quantize_kv_cache(prompt_cache, ...)``: layers that can't be quantised stay as they are.
+
+    The stock function raises for a sliding-window layer, so that every request of such a model fails.
+    """
+    caches = named(wrapped, args, kwargs)["prompt_cache"]
+    capable = [i for i, c in enumerate(caches) if type(c).__name__ not in _NEVER_QUANTISED]
+    if len(capable) == len(caches):
+        return wrapped(*args, **kwargs)
+    some = [caches[i] for i in capable]
+    args, kwargs = replaced(wrapped, args, kwargs, prompt_cache=some)
+    result = wrapped(*args, **kwargs)
+    for i, cache in zip(capable, some, strict=True):
+        caches[i] = cache
+    return result
+
+
+_NEVER_QUANTISED = frozenset({"RotatingKVCache", "RestoredRotatingKVCache"})
