@@ -45,7 +45,45 @@ TEMPLATES = {
     "plain": PLAIN,
 }
 
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<|start|>", "<|message|>", "<|end|>", "<|channel|>", "<|call|>", "<|return|>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"]
+SPECIAL = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<bos>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<|start|>",
+    "<|message|>",
+    "<|end|>",
+    "<|channel|>",
+    "<|call|>",
+    "<|return|>",
+    "<s>",
+    "</s>",
+    "[INST]",
+    "[/INST]",
+    "[SYSTEM_PROMPT]",
+    "[/SYSTEM_PROMPT]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "<｜begin▁of▁sentence｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<｜end▁of▁sentence｜>",
+]
 
 SAMPLE = [
     "You are a careful coding agent. Read the file before you change it, and run the tests.\n",
@@ -113,9 +151,9 @@ class Chat:
         pieces = text.split(SEP)
         clean = "".join(pieces)
         assert clean == self.render(messages, True, tools)
-        offsets = self.tokenizer(
-            clean, add_special_tokens=False, return_offsets_mapping=True
-        )["offset_mapping"]
+        offsets = self.tokenizer(clean, add_special_tokens=False, return_offsets_mapping=True)[
+            "offset_mapping"
+        ]
         ends, at, token = [], 0, 0
         for piece in pieces[:-1]:
             at += len(piece)

@@ -161,6 +161,26 @@ def test_questions_that_a_caller_asks() -> None:
     assert found.cuts()[:2] == (first, second)
 
 
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "harmony", "mistral"])
+def test_what_was_learned_is_used_for_the_next_turns_and_is_right(name: str) -> None:
+    chat = Chat(TEMPLATES[name])
+    follower = Follower(chat.encode)
+    follower.boundaries(chat.render, TOOL_CHAT, TOOLS, chat.tokens(TOOL_CHAT, TOOLS))
+    other = [
+        {**m, "content": "Another text, " + m["content"]} if m["content"] else m for m in TOOL_CHAT
+    ]
+    tokens, truth = chat.tokens(other, TOOLS), chat.truth(other, TOOLS)
+    chat.renders = 0
+    found = follower.boundaries(chat.render, other, TOOLS, tokens)
+    assert list(found.ends) == truth
+    assert chat.renders == 0
+    # One token changed in the template's own text: nothing learned may be believed.
+    wrong = [*tokens]
+    wrong[truth[2]] += 1
+    found = follower.boundaries(chat.render, other, TOOLS, wrong)
+    assert not found.aligned
+
+
 def test_work_does_not_grow_with_the_square_of_the_messages() -> None:
     chat = Chat(TEMPLATES["qwen3"])
     follower = Follower(chat.encode)
@@ -172,7 +192,16 @@ def test_work_does_not_grow_with_the_square_of_the_messages() -> None:
         assert chat.renders <= 3
 
 
-PIECES = [*"aZ 0\n.<>|{}\"'\\缓😀", "<|im_end|>", "<think>", "</think>", "[INST]", "USER: ", "word " * 12]
+FOLLOWERS: dict[str, Follower] = {}
+PIECES = [
+    *"aZ 0\n.<>|{}\"'\\缓😀",
+    "<|im_end|>",
+    "<think>",
+    "</think>",
+    "[INST]",
+    "USER: ",
+    "word " * 12,
+]
 TEXT = st.lists(st.sampled_from(PIECES), max_size=60).map("".join)
 
 
@@ -191,6 +220,10 @@ def test_no_reported_boundary_is_ever_wrong(name: str, data: st.DataObject) -> N
     if data.draw(st.booleans()):
         messages.insert(0, {"role": "system", "content": data.draw(TEXT) or "s"})
     tokens = chat.tokens(messages)
-    found = boundaries(chat.render, chat.encode, messages, None, tokens)
-    for end, true in zip(found.ends, chat.truth(messages), strict=True):
-        assert end is None or end == true
+    truth = chat.truth(messages)
+    # A fresh follower, and one that remembers everything it has seen in this test.
+    known = FOLLOWERS.setdefault(name, Follower(chat.encode))
+    for follower in (Follower(chat.encode), known, known):
+        found = follower.boundaries(chat.render, messages, None, tokens)
+        for end, true in zip(found.ends, truth, strict=True):
+            assert end is None or end == true

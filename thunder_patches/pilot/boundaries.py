@@ -30,6 +30,8 @@ from typing import Any
 
 import numpy as np
 
+from thunder_patches.pilot.shapes import Anchor, Learned, occurrences
+
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], bool, Any], str]
 Encode = Callable[[str], Sequence[int]]
@@ -38,10 +40,13 @@ Tokens = Sequence[int] | np.ndarray
 KEPT = 24  # characters of a string left on each side of its mark
 TAG_REACH = 48  # a cut inside <...> moves to the tag's end if that is no farther
 WINDOW = 72  # characters tokenised on each side where no special token helps
+RECENT = 8  # conversations whose ends are remembered
 MAX_WINDOWS = 24  # such places looked at in one request: keeps the cost bounded
 # Templates look for these inside a message and split it there, so each side gets its own mark.
 STRUCTURE = ("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel|>", "<tool_call>")
-THINKING = re.compile(r"<think>|\[THINK\]|<\|channel\|>|<thinking>|<seed:think>|<\|START_THINKING\|>")
+THINKING = re.compile(
+    r"<think>|\[THINK\]|<\|channel\|>|<thinking>|<seed:think>|<\|START_THINKING\|>"
+)
 SPECIAL = re.compile(r"<[^<>\s]{1,48}>|\[[^\[\]\s]{1,32}\]")
 LITERAL_FIELDS = frozenset({"role", "type", "id", "tool_call_id", "name", "index"})
 
@@ -146,6 +151,8 @@ class Follower:
         self._anchors: dict[tuple[str, int], _Anchor | None] = {}
         self._splits: dict[tuple[str, str, str], int | None] = {}
         self._prompts: dict[tuple[str, str], int] = {}
+        self._learned = Learned()
+        self._recent: list[tuple[list[int], tuple[int | None, ...], np.ndarray]] = []
 
     def boundaries(
         self, render: Render, messages: Sequence[Message], tools: Any, prompt_tokens: Tokens
@@ -165,22 +172,48 @@ class Follower:
         for cache in (self._special_ids, self._anchors, self._splits, self._prompts):
             if len(cache) > 4096:  # a client that never repeats itself must not grow this
                 cache.clear()
+        keys = [_key(message) for message in messages]
+        recalled = self._learned.recall(
+            messages,
+            tools,
+            prompt_tokens,
+            lambda: (self._earlier(keys, prompt_tokens) or [None])[0],
+        )
+        if recalled is not None:
+            ends, thinking = recalled
+            return Boundaries(True, "", tuple(ends), ends[-1], thinking, total)
+        tokens = np.asarray(prompt_tokens, dtype=np.int64)
+        earlier = self._earlier(keys, tokens)
         try:
-            first = self._follow(render, messages, tools, prompt_tokens, mark_empty=True)
-            if first.aligned:
-                return first
-            second = self._follow(render, messages, tools, prompt_tokens, mark_empty=False)
+            found = self._follow(render, messages, tools, tokens, earlier, mark_empty=True)
+            if None in found.ends and any(not _has_text(message) for message in messages):
+                second = self._follow(render, messages, tools, tokens, earlier, mark_empty=False)
+                if second.ends.count(None) < found.ends.count(None):
+                    found = second
         except Exception as error:  # a template may raise anything; the request goes on without us
             return unknown(f"the template failed: {error}"[:300], len(messages), total)
-        known = [sum(end is not None for end in found.ends) for found in (first, second)]
-        return second if known[1] > known[0] else first
+        self._recent = [(keys, found.ends, tokens), *self._recent[: RECENT - 1]]
+        return found
+
+    def _earlier(self, keys: list[int], tokens: Tokens) -> list[int | None]:
+        """Ends that an earlier prompt with the same leading messages and tokens had."""
+        best: list[int | None] = []
+        for old_keys, ends, old in self._recent:
+            count = len(_same_start(keys, old_keys))
+            last = next((end for end in reversed(ends[:count]) if end is not None), None)
+            if count <= len(best) or last is None or len(tokens) < last:
+                continue
+            if np.array_equal(old[:last], np.asarray(tokens[:last])):
+                best = list(ends[:count])
+        return best
 
     def _follow(
         self,
         render: Render,
         messages: Sequence[Message],
         tools: Any,
-        tokens: Tokens,
+        tokens: np.ndarray,
+        earlier: list[int | None],
         mark_empty: bool,
     ) -> Boundaries:
         marks: list[_Mark] = []
@@ -191,7 +224,7 @@ class Follower:
         if not seen:
             return unknown("the template shows no message text", len(messages), len(tokens))
         splits, gaps = self._find_splits(render, skeleton, tools, text, marks, seen)
-        ends, problem = self._locate(text, marks, seen, splits, tokens)
+        ends, anchors, problem = self._locate(text, marks, seen, splits, tokens, earlier)
         known = dict(zip((s.message for s in splits), ends, strict=True))
         result = tuple(known.get(i) for i in range(len(messages)))
         ascending = [end for end in result if end is not None]
@@ -206,6 +239,8 @@ class Follower:
         thinking = None
         if generation is not None:
             thinking = self._thinking(text[splits[-1].at :], generation, tokens)
+        if not missing and len(splits) == len(messages):
+            self._learned.learn(messages, tools, tokens, ascending, anchors, thinking)
         return Boundaries(not missing, reason, result, generation, thinking, len(tokens))
 
     # --- 1. skeleton
@@ -333,7 +368,7 @@ class Follower:
                 continue
             before, after = marks[seen[k][2]], marks[seen[k + 1][2]]
             start, end = seen[k][1], seen[k + 1][0]
-            start += _kept_length(text, start, end, before.tail.rstrip())
+            start += _kept_length(text, start, end, before.tail)
             head = after.head.lstrip()
             if text.endswith(head, start, end):
                 end -= len(head)
@@ -342,7 +377,9 @@ class Follower:
             if len(at) == gap:
                 splits += [_Split(highest + n, at[n], start, end) for n in range(gap)]
                 continue
-            where = self._compare(render, skeleton, tools, text, marks, seen, k, highest, start, end)
+            where = self._compare(
+                render, skeleton, tools, text, marks, seen, k, highest, start, end
+            )
             if where is None:
                 where = start
             splits.append(_Split(highest, where, start, end))
@@ -352,7 +389,7 @@ class Follower:
         # The last message, and messages behind the last mark.
         highest = max(highest, order[-1])
         start, end = seen[-1][1], len(text)
-        start += _kept_length(text, start, end, marks[seen[-1][2]].tail.rstrip())
+        start += _kept_length(text, start, end, marks[seen[-1][2]].tail)
         missing = len(skeleton) - 1 - highest
         if missing:
             at = _all_at(text, opener, start, end - prompt)
@@ -421,9 +458,8 @@ class Follower:
         end: int,
     ) -> int | None:
         """Where the conversation cut short after ``message`` leaves this one; None if unknown."""
-        roles = [str(m.get("role")) for m in skeleton]
-        next_role = roles[message + 1] if message + 1 < len(roles) else ""
-        key = (text[start:end], roles[message], next_role)
+        roles = [str(m.get("role")) for m in skeleton[message : message + 2]]
+        key = (text[start:end], roles[0], roles[-1])
         if key in self._splits:
             length = self._splits[key]
         else:
@@ -436,7 +472,7 @@ class Follower:
             at = short.rfind(self._mark_format.format(number))
             if at >= 0:
                 at += len(self._mark_format.format(number))
-                at += _kept_length(short, at, len(short), marks[number].tail.rstrip())
+                at += _kept_length(short, at, len(short), marks[number].tail)
                 shared = _common_prefix(text[start:end], short[at:])
                 length = _outside_tag_before(text[start:end], shared)
             self._splits[key] = length
@@ -450,16 +486,18 @@ class Follower:
         marks: list[_Mark],
         seen: list[tuple[int, int, int]],
         splits: list[_Split],
-        tokens: Tokens,
-    ) -> tuple[list[int | None], str]:
-        """Token position of each split, and what was wrong with the first that has none."""
+        tokens: np.ndarray,
+        earlier: list[int | None],
+    ) -> tuple[list[int | None], list[Anchor | None], str]:
+        """Token position of each split, the special tokens they were found by, and what was
+        wrong with the first that was not found."""
         found: list[int | None] = [None] * len(splits)
         problem = ""
         chosen = [self._anchor(text[s.start : s.end], s.at - s.start) for s in splits]
         for name in dict.fromkeys(a.text for a in chosen if a):
             token = self._special_ids[name]
             assert token is not None
-            places = _occurrences(tokens, token)
+            places = occurrences(tokens, token)
             written = [marks[number].count(name) for _, _, number in seen]  # by people
             hidden = [marks[number].rest.count(name) for _, _, number in seen]
             whole = text.count(name)
@@ -489,6 +527,13 @@ class Follower:
                     found[n] = place + anchor.distance
                 else:
                     problem = problem or f"the prompt's tokens at {place} are not the template's"
+        used: list[Anchor | None] = [
+            (a.text, a.token, a.distance, a.expect) if a and found[n] is not None else None
+            for n, a in enumerate(chosen)
+        ]
+        for n, split in enumerate(splits):
+            if found[n] is None and split.message < len(earlier):
+                found[n] = earlier[split.message]
         windows = 0
         for n, split in enumerate(splits):
             if found[n] is None and windows < MAX_WINDOWS:
@@ -496,7 +541,11 @@ class Follower:
                 before = next((p for p in reversed(found[:n]) if p is not None), 0)
                 after = next((p for p in found[n + 1 :] if p is not None), len(tokens))
                 found[n] = self._window(text, marks, seen, split.at, tokens, before, after)
-        return found, problem or "no special token there, and the text around it is not unique"
+        return (
+            found,
+            used,
+            problem or "no special token there, and the text around it is not unique",
+        )
 
     def _special(self, name: str) -> int | None:
         """The id of a text that the tokenizer reads as one token wherever it stands, else None."""
@@ -573,7 +622,7 @@ class Follower:
         marks: list[_Mark],
         seen: list[tuple[int, int, int]],
         at: int,
-        tokens: Tokens,
+        tokens: np.ndarray,
         low: int,
         high: int,
     ) -> int | None:
@@ -590,14 +639,13 @@ class Follower:
         core = left[-WINDOW // 3 :] + right[: WINDOW // 3]
         if len(pattern) < 4 or any(core in mark.rest for mark in marks):
             return None
-        places = [
-            place
-            for place in _occurrences(tokens, pattern[0])
-            if low <= place + split - first <= high and _same(tokens, place, pattern)
-        ]
-        return int(places[0]) + split - first if len(places) == 1 else None
+        ahead = split - first
+        start = max(0, low - ahead)
+        places = _find(tokens[start : max(start, high + len(pattern))], pattern) + start
+        places = places[(places + ahead >= low) & (places + ahead <= high)]
+        return int(places[0]) + ahead if len(places) == 1 else None
 
-    def _thinking(self, prompt: str, generation: int, tokens: Tokens) -> int | None:
+    def _thinking(self, prompt: str, generation: int, tokens: np.ndarray) -> int | None:
         """Position of a thinking marker in the generation prompt ``prompt``."""
         marker = THINKING.search(prompt)
         if not marker:
@@ -636,7 +684,8 @@ def _outside_tag_before(text: str, at: int) -> int:
 
 def _kept_length(text: str, start: int, end: int, tail: str) -> int:
     """How much of ``text`` from ``start`` is the message's own tail, as is or JSON-escaped."""
-    for form in (tail, json.dumps(tail, ensure_ascii=False)[1:-1], json.dumps(tail)[1:-1]):
+    bare = tail.rstrip()  # many templates strip what people wrote
+    for form in (tail, bare, json.dumps(tail, ensure_ascii=False)[1:-1], json.dumps(tail)[1:-1]):
         if text.startswith(form, start, end):
             return len(form)
     return 0
@@ -655,22 +704,37 @@ def _common_prefix(a: str, b: str) -> int:
     return low
 
 
-def _occurrences(tokens: Tokens, token: int) -> Sequence[int] | np.ndarray:
-    if isinstance(tokens, np.ndarray):
-        return np.flatnonzero(tokens == token)
-    places: list[int] = []
-    at = -1
-    try:
-        while True:
-            at = tokens.index(token, at + 1)
-            places.append(at)
-    except ValueError:
-        return places
+def _same(tokens: np.ndarray, place: int, expect: Sequence[int]) -> bool:
+    return tokens[place : place + len(expect)].tolist() == list(expect)
 
 
-def _same(tokens: Tokens, place: int, expect: Sequence[int]) -> bool:
-    part = tokens[int(place) : int(place) + len(expect)]
-    return len(part) == len(expect) and all(int(x) == y for x, y in zip(part, expect, strict=True))
+def _find(tokens: np.ndarray, pattern: list[int]) -> np.ndarray:
+    """All places where the pattern begins."""
+    places = np.flatnonzero(tokens[: max(0, len(tokens) - len(pattern) + 1)] == pattern[0])
+    for ahead, token in enumerate(pattern[1:], 1):
+        if not len(places):
+            break
+        places = places[tokens[places + ahead] == token]
+    return places
+
+
+def _key(message: Message) -> int:
+    content = message.get("content")
+    return hash((message.get("role"), content if isinstance(content, str) else repr(message)))
+
+
+def _has_text(message: Message) -> bool:
+    content = message.get("content")
+    return bool(content.strip() if isinstance(content, str) else content)
+
+
+def _same_start(a: list[int], b: list[int]) -> list[int]:
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return a[:count]
 
 
 def _expand(
