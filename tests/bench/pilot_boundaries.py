@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from functools import partial
 
 import numpy as np
 
@@ -64,9 +65,8 @@ def main() -> None:
         base = seconds(host, 3)
         row = f"{name:<10}{len(tokens):>8}{base * 1e3:>9.1f}"
         for given in (array, tokens):
-            cost = seconds(
-                lambda given=given: follower.boundaries(chat.render, messages, tools, given)
-            )
+            once = partial(follower.boundaries, chat.render, messages, tools, given)
+            cost = seconds(once)
             row += f"{cost * 1e3:>9.2f}{cost / base:>6.1%}"
         print(f"{row}{known:>7}")
 

@@ -152,10 +152,14 @@ def shape(message: Mapping[str, Any]) -> Shape:
     else:
         form = None
     calls = message.get("tool_calls")
+    called: tuple[str, ...] = ()
+    if isinstance(calls, list) and calls:  # templates write the names next to other messages, too
+        named = (c.get("function", c) if isinstance(c, dict) else {} for c in calls)
+        called = tuple(str(c.get("name")) if isinstance(c, dict) else "" for c in named)
     extra: tuple[Any, ...] = ()
     if len(message) > 2:
         extra = tuple((k, bool(v)) for k, v in message.items() if k not in ("role", "content"))
-    return (message.get("role"), form, len(calls) if isinstance(calls, list) else 0, extra)
+    return (message.get("role"), form, called, extra)
 
 
 def texts(value: Any) -> list[str]:
