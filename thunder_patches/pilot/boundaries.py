@@ -25,7 +25,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,10 +40,12 @@ Tokens = Sequence[int] | np.ndarray
 KEPT = 24  # characters of a string left on each side of its mark
 TAG_REACH = 48  # a cut inside <...> moves to the tag's end if that is no farther
 WINDOW = 72  # characters tokenised on each side where no special token helps
+CHECKED = 12  # of the template's tokens compared at each end
 RECENT = 8  # conversations whose ends are remembered
 MAX_WINDOWS = 24  # such places looked at in one request: keeps the cost bounded
 # Templates look for these inside a message and split it there, so each side gets its own mark.
 STRUCTURE = ("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel|>", "<tool_call>")
+STRUCTURE_SPLIT = re.compile("(" + "|".join(map(re.escape, STRUCTURE)) + ")")
 THINKING = re.compile(
     r"<think>|\[THINK\]|<\|channel\|>|<thinking>|<seed:think>|<\|START_THINKING\|>"
 )
@@ -305,12 +307,18 @@ class Follower:
             return text
         if not any(tag in text for tag in STRUCTURE):
             return self._shorten_run(text, index, marks)
-        pattern = "(" + "|".join(map(re.escape, STRUCTURE)) + ")"
-        runs = re.split(pattern, text)
-        return "".join(
-            run if i % 2 or not run.strip() else self._shorten_run(run, index, marks)
-            for i, run in enumerate(runs)
-        )
+        runs = STRUCTURE_SPLIT.split(text)  # run, tag, run, tag, ..., run
+        filled = [i for i in range(0, len(runs), 2) if runs[i].strip()]
+        if not filled:
+            return text
+        first = len(marks)
+        for i in filled:
+            runs[i] = self._shorten_run(runs[i], index, marks)
+        # Tags at the string's ends belong to what surrounds its first and its last mark.
+        begin, end = "".join(runs[: filled[0]]), "".join(runs[filled[-1] + 1 :])
+        marks[first] = replace(marks[first], head=begin + marks[first].head)
+        marks[-1] = replace(marks[-1], tail=marks[-1].tail + end)
+        return "".join(runs)
 
     def _shorten_run(self, text: str, index: int, marks: list[_Mark]) -> str:
         if len(text) <= 2 * KEPT:
@@ -369,9 +377,7 @@ class Follower:
             before, after = marks[seen[k][2]], marks[seen[k + 1][2]]
             start, end = seen[k][1], seen[k + 1][0]
             start += _kept_length(text, start, end, before.tail)
-            head = after.head.lstrip()
-            if text.endswith(head, start, end):
-                end -= len(head)
+            end -= _kept_length(text, start, end, after.head, at_end=True)
             gap = later[k + 1] - highest
             at = _all_at(text, opener, start, end)
             if len(at) == gap:
@@ -582,6 +588,7 @@ class Follower:
         expect = ids if closed else ids[:-1]
         if distance is None or distance > len(expect):
             return None
+        expect = expect[: max(CHECKED, distance)]
         return _Anchor(special.group(), token, special.start(), distance, tuple(expect))
 
     def _ids(self, text: str) -> list[int]:
@@ -682,11 +689,13 @@ def _outside_tag_before(text: str, at: int) -> int:
     return at
 
 
-def _kept_length(text: str, start: int, end: int, tail: str) -> int:
-    """How much of ``text`` from ``start`` is the message's own tail, as is or JSON-escaped."""
-    bare = tail.rstrip()  # many templates strip what people wrote
-    for form in (tail, bare, json.dumps(tail, ensure_ascii=False)[1:-1], json.dumps(tail)[1:-1]):
-        if text.startswith(form, start, end):
+def _kept_length(text: str, start: int, end: int, kept: str, at_end: bool = False) -> int:
+    """How much of ``text[start:end]``, at its start or end, is a message's own text ``kept``."""
+    bare = kept.lstrip() if at_end else kept.rstrip()  # many templates strip what people wrote
+    forms = (kept, bare, json.dumps(kept, ensure_ascii=False)[1:-1], json.dumps(kept)[1:-1])
+    for form in forms:
+        found = text.endswith(form, start, end) if at_end else text.startswith(form, start, end)
+        if found:
             return len(form)
     return 0
 
