@@ -31,6 +31,8 @@ class QuantisedSession:
         self.identity = plain.identity
         self.cuttable = plain.cuttable
         self.exact_decode = plain.exact_decode
+        self.cut_anywhere = plain.cut_anywhere
+        self.block_tokens = plain.block_tokens
         self.start = start
         self.step = step
         self.converts_at = -(-max(start, 1) // step) * step

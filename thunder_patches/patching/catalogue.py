@@ -24,6 +24,18 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "context_pilot", "reuse told to the client", switch="context_pilot", requires="ssd_cache"
     ),
+    Feature(
+        "chunked_prefill",
+        "chunks sized from free memory; what cannot fit is refused",
+        switch="chunked_prefill",
+        requires="ssd_cache",
+    ),
+    Feature(
+        "progress",
+        "signs of life while a prompt is prefilled",
+        switch="progress",
+        requires="ssd_cache",
+    ),
     Feature("mixed_kv_bits", "--kv-bits works for models with sliding-window layers"),
     Feature("routes", "/thunder/ on the host's port"),
 )
@@ -60,6 +72,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     _mlx_lm("host_cache", _CACHE, "LRUPromptCache.insert_cache", "host_cache:insert_cache"),
     # the request, from its text to its tokens
+    _mlx_lm("ssd_cache", _SERVER, "APIHandler.do_POST", "routes:do_post"),
     _mlx_lm("ssd_cache", _SERVER, "ResponseGenerator._tokenize", "requests:tokenize"),
     _mlx_lm("ssd_cache", _SERVER, "ResponseGenerator.generate", "requests:generate"),
     # the batched path
@@ -94,7 +107,13 @@ PATCHES: tuple[Patch, ...] = (
     ),
     # the end
     _mlx_lm("ssd_cache", _SERVER, "ResponseGenerator.stop_and_join", "lifecycle:stop_and_join"),
+    # what does not fit
+    _mlx_lm(
+        "chunked_prefill",
+        _SERVER,
+        "APIHandler._set_completion_headers",
+        "routes:set_completion_headers",
+    ),
     # status
     _mlx_lm("routes", _SERVER, "APIHandler.do_GET", "routes:do_get"),
-    _mlx_lm("routes", _SERVER, "APIHandler.do_POST", "routes:do_post"),
 )

@@ -67,7 +67,7 @@ def leaves(caches: Sequence[CacheObject], row: int | None = None) -> list[Leaf]:
         UnsupportedCache: for a cache class that is not known here.
     """
     found = []
-    for path, cache in _flatten(caches):
+    for path, cache in flatten(caches):
         if row is not None and kind(cache) == "BatchKVCache":
             padding = int(cache.left_padding[row].item())
             rows = (("k", cache.keys[row]), ("v", cache.values[row]))
@@ -104,7 +104,7 @@ def describe(caches: Sequence[CacheObject]) -> str:
         UnsupportedCache: for a cache class that is not known here.
     """
     names: list[tuple[str, int]] = []
-    for path, cache in _flatten(caches):
+    for path, cache in flatten(caches):
         name = kind(cache)
         if name not in ROW_CLASSES and name not in STATE_CLASSES:
             raise UnsupportedCache(f"cache class {name} of layer {path} is not known")
@@ -134,12 +134,12 @@ def has_ring(caches: Sequence[CacheObject]) -> bool:
 
 def holds(caches: Sequence[CacheObject], name: str) -> bool:
     """Whether a layer's cache is of class ``name``."""
-    return any(kind(cache) == name for _, cache in _flatten(caches))
+    return any(kind(cache) == name for _, cache in flatten(caches))
 
 
 def is_cuttable(caches: Sequence[CacheObject]) -> bool:
     """Whether every layer holds rows only, so that any prefix can be taken from it."""
-    return all(kind(cache) in ROW_CLASSES for _, cache in _flatten(caches))
+    return all(kind(cache) in ROW_CLASSES for _, cache in flatten(caches))
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def fill(
     """
     result = list(fresh)
     for (path, cache), (want_path, name, meta, placed) in zip(
-        _flatten(fresh), layout.parts, strict=True
+        flatten(fresh), layout.parts, strict=True
     ):
         if path != want_path:
             raise UnsupportedCache(f"expected layer {want_path}, found {path}")
@@ -362,10 +362,10 @@ STATE_CLASSES: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
 }
 
 
-def _flatten(caches: Sequence[CacheObject]) -> Iterator[tuple[str, CacheObject]]:
+def flatten(caches: Sequence[CacheObject]) -> Iterator[tuple[str, CacheObject]]:
     for i, cache in enumerate(caches):
         if type(cache).__name__ == "CacheList":
-            for path, inner in _flatten(cache.caches):
+            for path, inner in flatten(cache.caches):
                 yield f"{i}.{path}", inner
         else:
             yield str(i), cache

@@ -7,8 +7,8 @@ answer is finished or it is removed. Only the generation thread comes here.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +18,7 @@ from ..arguments import named, replaced
 from ..quantised import AnySequence
 from .first_step import FirstStep
 from .host_cache import keep_out_decoded
-from .load import session_of
+from .load import loaded, session_of
 from .requests import current
 
 
@@ -69,27 +69,45 @@ def remove(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def prompt(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """``PromptProcessingBatch.prompt(tokens)``: prefill one chunk of each row, then store its blocks."""
-    parts: list[tuple[list[list[int]], bool]] = []
+    """``PromptProcessingBatch.prompt(tokens)``: prefill one chunk of each row, then store its blocks.
+
+    A chunk of one prompt is cut further where memory asks for it and where snapshots are due.
+    """
+    row: Row | None = None
+    tokens: list[list[int]] = []
     with shield("ssd_cache", "plan"):
-        parts = _parts(instance, named(wrapped, args, kwargs)["tokens"])
-    if not parts:
-        return wrapped(*args, **kwargs)
-    for part, snapshot in parts:
-        wrapped(part)
+        tokens = named(wrapped, args, kwargs)["tokens"]
+        row = _row(instance, 0) if len(tokens) == 1 and tokens[0] else None
+    if row is None:
+        result = wrapped(*args, **kwargs)
+        with shield("ssd_cache", "prefill"):
+            _store_rows(instance, False)
+        return result
+    rest = tokens[0]
+    while rest:
+        size, snapshot = len(rest), False
+        with shield("ssd_cache", "plan"):
+            size, snapshot = _next_piece(row, len(instance.tokens[0]), len(rest))
+        measure = _measure(row, len(instance.tokens[0]), size)
+        with measure:
+            wrapped([rest[:size]])
+        rest = rest[size:]
         with shield("ssd_cache", "prefill"):
             _store_rows(instance, snapshot)
+    return None
 
 
-def _parts(batch: Any, tokens: list[list[int]]) -> list[tuple[list[list[int]], bool]]:
-    """The chunk, cut where snapshots are due: (tokens of each row, whether a snapshot is due after)."""
-    if len(tokens) != 1 or not tokens[0] or (row := _row(batch, 0)) is None:
-        return [(tokens, False)]
-    start = len(batch.tokens[0])
-    end = start + len(tokens[0])
-    due = row.sequence.due(start, end)
-    cuts = sorted({start, *due, end})
-    return [([tokens[0][a - start : b - start]], b in due) for a, b in pairwise(cuts)]
+def _next_piece(row: Row, start: int, left: int) -> tuple[int, bool]:
+    """Tokens to prefill at once from ``start``, and whether a snapshot is due after them."""
+    size = loaded.prefill.size(start, left) if loaded.prefill is not None else left
+    due = row.sequence.due(start, start + left)
+    if due and due[0] - start <= size:
+        return due[0] - start, True
+    return size, False
+
+
+def _measure(row: Row, context: int, tokens: int) -> AbstractContextManager[None]:
+    return loaded.prefill.measured(context, tokens) if loaded.prefill else nullcontext()
 
 
 def _store_rows(batch: Any, snapshot: bool) -> None:

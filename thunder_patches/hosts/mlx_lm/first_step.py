@@ -7,6 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..prefill import Prefill
+
 
 class FirstStep:
     """Stands in for the model during the first step of a batch.
@@ -39,6 +41,7 @@ class SerialSteps:
         stored: ``[vocabulary]``, logits of the last prompt token: it is then not computed.
         stops: tokens after which to call ``at_stop(tokens so far)``, in order; a call that spans one is split.
         at_end: called with the logits ``[vocabulary]`` once the caches hold exactly the prompt.
+        prefill: sizes the pieces of a chunk; held: tokens in the caches before the first call.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class SerialSteps:
         stops: list[int],
         at_stop: Callable[[int], None],
         at_end: Callable[[mx.array], None],
+        prefill: Prefill | None = None,
+        held: int = 0,
     ) -> None:
         self.model = model
         self.seen = 0
@@ -56,6 +61,8 @@ class SerialSteps:
         self._stored = stored
         self._stops = stops
         self._at_stop = at_stop
+        self._prefill = prefill
+        self._held = held
         self._at_end: Callable[[mx.array], None] | None = at_end
         self._logits: mx.array | None = None
 
@@ -73,7 +80,9 @@ class SerialSteps:
         while True:
             left = inputs.shape[1]
             size = min(left, self._stops[0] - self.seen) if self._stops else left
-            result = self.model(inputs[:, :size], cache=cache, **kwargs)
+            if self._prefill is not None and left > 1:
+                size = min(size, self._prefill.size(self._held + self.seen, left))
+            result = self._piece(inputs[:, :size], cache, last=size == left, **kwargs)
             self.seen += size
             if self._stops and self.seen == self._stops[0]:
                 self._stops.pop(0)
@@ -87,3 +96,14 @@ class SerialSteps:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
+
+    def _piece(self, inputs: mx.array, cache: Any, *, last: bool, **kwargs: Any) -> mx.array:
+        size = inputs.shape[1]
+        if self._prefill is None or size == 1:
+            return self.model(inputs, cache=cache, **kwargs)
+        with self._prefill.measured(self._held + self.seen, size):
+            result = self.model(inputs, cache=cache, **kwargs)
+            mx.eval([c.state for c in cache])
+        if not last:
+            mx.clear_cache()
+        return result

@@ -10,6 +10,7 @@ from typing import Any
 from ...patching.guard import shield
 from ...tensors.identity import IdentityError, code_of, identify
 from ...tensors.layers import UnsupportedCache
+from ..prefill import Prefill
 from ..quantised import AnySession, QuantisedSession
 from ..runtime import runtime
 from ..session import Family, NotEligible, Session
@@ -26,6 +27,7 @@ class Loaded:
         self.key: Any = None
         self.model: Any = None
         self.family = ""
+        self.prefill: Prefill | None = None
         self.session: AnySession | None = None
         self.reason = "no model loaded"
 
@@ -42,6 +44,7 @@ def load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         loaded.family = _family_name(instance.model)
         try:
             loaded.session = _session(instance)
+            loaded.prefill = _prefill(instance, loaded.session)
             loaded.reason = ""
         except (IdentityError, NotEligible, UnsupportedCache) as error:
             loaded.reason = str(error)
@@ -87,6 +90,12 @@ def _session(provider: Any) -> AnySession:
     variant = f" kv_bits={bits} group_size={group} start={start}"
     quantised = Session(runtime(), identity, family, fresh, variant=variant)
     return QuantisedSession(session, quantised, start=start, step=options.prefill_step_size)
+
+
+def _prefill(provider: Any, session: AnySession) -> Prefill:
+    fresh = sys.modules["mlx_lm.models.cache"].make_prompt_cache(provider.model)
+    step = provider.cli_args.prefill_step_size
+    return Prefill(provider.model, fresh, step, session.block_tokens, session.cut_anywhere)
 
 
 def _family_name(model: Any) -> str:

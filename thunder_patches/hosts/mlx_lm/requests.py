@@ -12,13 +12,18 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...patching.guard import shield
+import mlx.core as mx
+
+from ...patching.guard import is_on, shield
 from ...pilot.boundaries import Boundaries
-from ..arguments import named
+from ...prefill.memory import PromptTooLarge, Reservation
+from ..arguments import named, replaced
 from ..quantised import AnySequence
 from ..runtime import runtime
 from ..session import Hit
+from .load import loaded
 from .messages import boundaries
+from .signs import PROGRESS_HEADER, Signs
 
 _local = threading.local()
 
@@ -28,7 +33,8 @@ class Asked:
     """What the HTTP request says beyond the host's own fields."""
 
     salt: str = ""
-    body: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    """The body's ``thunder`` object."""
 
 
 @dataclass
@@ -50,6 +56,7 @@ class Prompt(list[int]):
     sequence: AnySequence | None = None
     hit: Hit | None = None
     """Set where the host was given a cache from the store for this prompt."""
+    reservation: Reservation | None = None
 
 
 def current() -> Prompt | None:
@@ -62,9 +69,18 @@ def answered() -> Prompt | None:
     return getattr(_local, "answered", None)
 
 
-def note_http(headers: Any, body: Any) -> None:
+def note_http(handler: Any) -> None:
     """Remember who asks, on the handler's thread, before the host handles the request."""
-    _local.asked = Asked(_salt(headers), body if isinstance(body, dict) else {})
+    _local.handler = handler
+    _local.answered = None
+    _local.refused = False
+
+
+def refused() -> bool:
+    """Whether this (handler) thread's request was refused for its size; asked once."""
+    was = getattr(_local, "refused", False)
+    _local.refused = False
+    return was
 
 
 def _salt(headers: Any) -> str:
@@ -76,16 +92,38 @@ def _salt(headers: Any) -> str:
 
 
 def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """``ResponseGenerator.generate``: handler thread, once a request."""
+    """``ResponseGenerator.generate(request, generation_args, progress_callback)``: handler thread."""
+    handler, signs = getattr(_local, "handler", None), None
     with shield("ssd_cache", "asked"):
-        request = named(wrapped, args, kwargs)["request"]
-        request.thunder = getattr(_local, "asked", None) or Asked()
-        _local.answered = None
-    result = wrapped(*args, **kwargs)
+        given = named(wrapped, args, kwargs)
+        asked = Asked()
+        if handler is not None:
+            asked = Asked(_salt(handler.headers), _options(handler))
+        given["request"].thunder = asked
+        if handler is not None and handler.stream and is_on("progress"):
+            signs = Signs(handler, given.get("progress_callback"), asked.options)
+            args, kwargs = replaced(wrapped, args, kwargs, progress_callback=signs.saw)
+    try:
+        context, response = wrapped(*args, **kwargs)
+    except PromptTooLarge:
+        _local.refused = True
+        raise
     with shield("ssd_cache", "answered"):
-        prompt = result[0].prompt
-        _local.answered = prompt if isinstance(prompt, Prompt) else None
-    return result
+        if isinstance(context.prompt, Prompt):
+            _local.answered = context.prompt
+            if signs is not None:
+                response = signs.around(response, context)
+    return context, response
+
+
+def _options(handler: Any) -> dict[str, Any]:
+    """The request's own ``thunder`` object, and what its headers say of it."""
+    body = getattr(handler, "body", None)
+    options = body.get("thunder") if isinstance(body, dict) else None
+    options = dict(options) if isinstance(options, dict) else {}
+    if handler.headers.get(PROGRESS_HEADER) in ("1", "true"):
+        options["progress"] = True
+    return options
 
 
 def tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -104,5 +142,25 @@ def tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
                 instance, given["tokenizer"], request, given["args"], prompt
             )
         segments = [prompt if s is result[0] else s for s in result[1]]
-        return (prompt, segments, *result[2:])
+        result = (prompt, segments, *result[2:])
+    if loaded.prefill is not None:
+        _admit(instance, named(wrapped, args, kwargs)["args"], result[0])
     return result
+
+
+def _admit(generator: Any, args: Any, prompt: Any) -> None:
+    """Refuse a prompt that cannot fit, after the host's own cached prompts have made room.
+
+    Raises:
+        PromptTooLarge: the host hands it to the client.
+    """
+    prefill = loaded.prefill
+    assert prefill is not None
+    try:
+        reservation = prefill.admit(len(prompt), args.max_tokens)
+    except PromptTooLarge:
+        generator.prompt_cache.trim_to(n_sequences=0)
+        mx.clear_cache()
+        reservation = prefill.admit(len(prompt), args.max_tokens)
+    if isinstance(prompt, Prompt):
+        prompt.reservation = reservation

@@ -7,7 +7,8 @@ from typing import Any
 
 from ...patching import report
 from ...patching.guard import shield
-from .requests import note_http
+from ..arguments import replaced
+from .requests import note_http, refused
 
 
 def do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -18,7 +19,7 @@ def do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     with shield("ssd_cache", "routes"):
-        note_http(instance.headers, None)
+        note_http(instance)
     return wrapped(*args, **kwargs)
 
 
@@ -29,3 +30,11 @@ def send_json(handler: Any, code: int, value: Any) -> None:
     handler.send_header("Content-Length", str(len(body)))
     handler.end_headers()
     handler.wfile.write(body)
+
+
+def set_completion_headers(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """``APIHandler._set_completion_headers(status_code)``: 413 for a prompt that cannot fit."""
+    with shield("chunked_prefill", "status"):
+        if refused():
+            args, kwargs = replaced(wrapped, args, kwargs, status_code=413)
+    return wrapped(*args, **kwargs)

@@ -12,7 +12,7 @@ from ..arguments import named, replaced
 from ..quantised import AnySequence
 from .first_step import SerialSteps
 from .host_cache import keep_out_decoded
-from .load import session_of
+from .load import loaded, session_of
 from .requests import current
 
 
@@ -74,7 +74,9 @@ def _steps(
 
     total = len(sequence) - held
     stops = [p - held for p in sequence.due(held, len(sequence) - 1)]
-    return SerialSteps(model, total, stored, stops, at_stop, at_end)
+    return SerialSteps(
+        model, total, stored, stops, at_stop, at_end, prefill=loaded.prefill, held=held
+    )
 
 
 def _generate(

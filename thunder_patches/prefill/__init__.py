@@ -1,0 +1,1 @@
+"""Long prompts: how much to prefill at once, whether it fits at all, and signs of life meanwhile."""
