@@ -353,7 +353,8 @@ class DiskStore:
         self._index.add(Found(ref, size, stamp))
         if before is not None and before.ref != ref:
             with self._folder.exclusive():
-                self._save(self._usage().bytes - self._remove(before))
+                used = self._usage().bytes
+                self._save(used - before.size if self._remove(before) else used)
 
     def _give_back(self, temporary: str, size: int) -> None:
         with suppress(OSError):
@@ -414,8 +415,9 @@ class DiskStore:
         found, total = self._folder.scan()
         best: dict[bytes, Found] = {}
         for file in sorted(found, key=lambda file: file.ref.end):
-            if (worse := best.get(file.ref.key)) is not None:
-                total -= self._remove(worse)
+            worse = best.get(file.ref.key)
+            if worse is not None and self._remove(worse):
+                total -= worse.size
             best[file.ref.key] = file
         self._index.replace([f for f in best.values() if f.ref.key not in self._refused], before)
         self._stale = False
@@ -467,21 +469,23 @@ class DiskStore:
         if found.stamp > entry.stamp:
             self._index.touch(ref.key, found.stamp)
             return 0
-        freed = self._remove(found)
-        if freed:
-            self._forget(ref.key)
-            self._counters.add("blocks_evicted")
-        return freed
+        if not self._remove(found):
+            return 0
+        self._forget(ref.key)
+        self._counters.add("blocks_evicted")
+        return found.size
 
-    def _remove(self, file: Found | Entry) -> int:
-        """Delete a record's file; the bytes freed, 0 when it can't be deleted."""
+    def _remove(self, file: Found | Entry) -> bool:
+        """Delete a record's file; False when that can't be done."""
         try:
             self._folder.remove(file.ref)
+        except FileNotFoundError:
+            return True
         except OSError as error:
             self._note("delete", error)
             self._index.mark_stuck(file.ref.key)
-            return 0
-        return file.size
+            return False
+        return True
 
     def _free(self, size: int) -> None:
         """The disk is full before the budget is: make room by deleting what is ours."""

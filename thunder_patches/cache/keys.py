@@ -30,21 +30,27 @@ def root_key(identity: str, layout: str, salt: str, block_tokens: int) -> bytes:
 
 
 def chain(root: bytes, tokens: npt.NDArray[np.int64], block_tokens: int) -> list[bytes]:
-    """Keys of the full blocks of `tokens` (int64, 1-D); a shorter rest has no key here."""
+    """Keys of the full blocks of `tokens` (int64, 1-D); a shorter rest has no key here.
+
+    root: the root key, or the key of the block before these.
+    """
+    if len(root) != KEY_BYTES:
+        raise ValueError(f"expected a key of {KEY_BYTES} bytes, found {len(root)}")
     if block_tokens < 1:
         raise ValueError(f"block_tokens must be at least 1, found {block_tokens}")
-    data = memoryview(token_bytes(tokens))
+    data = memoryview(np.ascontiguousarray(tokens, TOKEN_DTYPE)).cast("B")
     step = block_tokens * TOKEN_DTYPE.itemsize
-    # The parent's key and the number of tokens have a fixed size within a chain, so that one
-    # constant head frames them; the digest is then one call a block.
-    sha256 = hashlib.sha256
-    tag = _frame(_BLOCK)
-    middle = step.to_bytes(8, "little")
+    # Within a chain a parent's key and a block's tokens have one size each, so their frames are
+    # constants; the digest is then about all that a block costs.
+    start = hashlib.sha256(_frame(_BLOCK) + KEY_BYTES.to_bytes(8, "little"))
+    size = step.to_bytes(8, "little")
     keys = []
     parent = root
-    for end in range(step, len(data) + 1, step):
-        digest = sha256(b"".join((tag, _frame(parent), middle, data[end - step : end]))).digest()
-        parent = digest[:KEY_BYTES]
+    for at in range(0, len(data) - step + 1, step):
+        digest = start.copy()
+        digest.update(parent + size)
+        digest.update(data[at : at + step])
+        parent = digest.digest()[:KEY_BYTES]
         keys.append(parent)
     return keys
 

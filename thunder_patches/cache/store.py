@@ -7,11 +7,11 @@ No method raises for what a disk, a file or another process does; `stats` says w
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from thunder_patches.cache.disk import Counts, DiskStore, ReadJob
 from thunder_patches.cache.file import Codec, RawCodec, copy_into
@@ -23,6 +23,9 @@ __all__ = ["CacheStore", "Counts", "ReadJob", "Ref", "Source"]
 
 Source = Literal["ram", "ssd"]
 READERS = 4
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _NoCounts:
@@ -132,10 +135,10 @@ class CacheStore:
         for job in jobs:
             if (coming := self._coming.pop(job.key, None)) is not None:
                 coming.cancel()
-        if len(jobs) == 1:
-            sources = [self._read(jobs[0], tick)]
-        else:
-            sources = list(self._readers.map(lambda job: self._read(job, tick), jobs))
+        running = [self._submit(self._readers, self._read, job, tick) for job in jobs[1:]]
+        sources = [self._read(job, tick) for job in jobs[:1]]
+        for job, future in zip(jobs[1:], running, strict=True):
+            sources.append(future.result() if future is not None else self._read(job, tick))
         used = [job.key for job, source in zip(jobs, sources, strict=True) if source is not None]
         self.touch(used, tick)
         self._promote([j.key for j, s in zip(jobs, sources, strict=True) if s == "ssd"], tick)
@@ -186,9 +189,12 @@ class CacheStore:
                 if future is not None:
                     self._coming[key] = future
 
-    def _submit(self, pool: ThreadPoolExecutor, work: Any, *args: Any) -> Future[None] | None:
-        with suppress(RuntimeError):  # the pool, or the interpreter, is shutting down
-            return pool.submit(work, *args)
+    def _submit(
+        self, pool: ThreadPoolExecutor, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T] | None:
+        """None when the pool takes nothing: it's shut down, or no thread can be started."""
+        with suppress(RuntimeError):
+            return pool.submit(work, *args, **kwargs)
         return None
 
     # Keeping

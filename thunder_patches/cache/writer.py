@@ -120,8 +120,11 @@ class WriteQueue:
         while len(self._threads) < self._n_threads:
             name = f"thunder-write-{len(self._threads)}"
             thread = threading.Thread(target=self._run, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                return  # no more threads to be had now; the next call tries again
             self._threads.append(thread)
-            thread.start()
 
     def _forget(self, record: Record) -> None:
         self._tree.discard(record.header.ref)
