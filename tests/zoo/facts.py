@@ -50,10 +50,10 @@ class Facts:
     copied: float | None = None  # the same after a copy of the cache into a fresh model
 
 
-def run(model: nn.Module, cache: list[Any], ids: list[int], cuts: list[int]) -> mx.array:
+def run(model: nn.Module, cache: list[Any], ids: list[int], cuts: Iterable[int]) -> mx.array:
     """Logits (tokens, vocabulary) of `ids`, fed in calls that end at `cuts` and at the end."""
     parts = []
-    edges = [0, *[c for c in cuts if 0 < c < len(ids)], len(ids)]
+    edges = sorted({0, *(c for c in cuts if 0 < c < len(ids)), len(ids)})
     for start, end in itertools.pairwise(edges):
         logits = model(mx.array([ids[start:end]]), cache=cache)
         mx.eval(logits)
@@ -115,7 +115,7 @@ def _recut(
 ) -> float:
     """Difference to `whole` when the prompt is cut; infinite where the host's own code fails."""
     try:
-        return difference(run(model, models.make_cache(name, model), ids, list(cuts)), whole)
+        return difference(run(model, models.make_cache(name, model), ids, cuts), whole)
     except ValueError:
         return float("inf")
 

@@ -56,7 +56,7 @@ def cut(
                 pieces[name].append(array[:, leaf.first + start : leaf.first + end])
         for name, (dtype, heads, dim) in layout.groups.items():
             shape[name] = (dtype, (heads, end - start, dim))
-            if end > start:
+            if end > start and dim:
                 arrays[name] = _copy(pieces[name])
         lazy.append(arrays)
         shapes.append(shape)

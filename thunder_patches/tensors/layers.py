@@ -26,6 +26,7 @@ DTYPES: dict[str, mx.Dtype] = {
     "F32": mx.float32,
     "U32": mx.uint32,
     "I32": mx.int32,
+    "I64": mx.int64,
     "U8": mx.uint8,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

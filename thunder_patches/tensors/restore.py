@@ -21,7 +21,7 @@ from ..cache.store import CacheStore, ReadJob
 from .cut import state_name
 from .layers import DTYPES, CacheObject, Layout, Meta, fill
 
-_SAME_SIZE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
+_SAME_SIZE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 class RestoreFailed(Exception):
