@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from thunder_patches import __version__, config
+from thunder_patches.boot import HostFinder
 from thunder_patches.config import Settings
 from thunder_patches.patching import compat, host, report
 from thunder_patches.patching.patch import State
@@ -85,7 +86,7 @@ def _start(wanted: Settings) -> Iterator[Finding]:
     if not wanted.enabled:
         said = wanted.sources["enabled"]
         yield Finding("warning", "start", f"everything is off: {said}", "take that setting away")
-    elif any(type(f).__module__ == "thunder_patches.boot" for f in sys.meta_path):
+    elif HostFinder in sys.meta_path:
         yield Finding("ok", "start", "starts with this environment's Python")
     else:
         yield Finding(
