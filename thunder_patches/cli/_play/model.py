@@ -44,7 +44,7 @@ def small_model(
     """Path of a model folder that ``mlx_lm.load`` and the servers read.
 
     SmolLM2-135M-Instruct: 30 layers, 9 heads, 3 KV heads of 64, 8,192 positions. ``dtype`` is
-    "float32" (538 MB), "bfloat16" (269 MB) or "4bit" (125 MB: the weights as published, in groups
+    "float32" (538 MB), "bfloat16" (269 MB) or "4bit" (115 MB: the weights as published, in groups
     of 32, the embedding in 8 bits, everything else float32). It is made once and kept in
     ``folder``, by default the user's cache directory. Raises ValueError for another dtype,
     RuntimeError when the download fails or brings other bytes than expected.

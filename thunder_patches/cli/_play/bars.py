@@ -1,0 +1,91 @@
+"""A bar chart of two runs as SVG: logarithmic time, medians with their spread, light and dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from .figures import Spread, seconds, times
+
+_WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _BAR = 760, 150, 110, 76, 58, 16
+
+_STYLE = """
+  svg { font: 13px system-ui, sans-serif; color-scheme: light dark;
+        --ink: #1d2433; --soft: #66708a; --grid: #dde1ea; --paper: #ffffff;
+        --stock: #9aa5bd; --patched: #2f6fde; }
+  @media (prefers-color-scheme: dark) {
+    svg { --ink: #e8ebf2; --soft: #9aa3b8; --grid: #333a4a; --paper: #161a22;
+          --stock: #5d6880; --patched: #6aa3ff; } }
+  .paper { fill: var(--paper) } .ink { fill: var(--ink) } .soft { fill: var(--soft) }
+  .stock { fill: var(--stock) } .patched { fill: var(--patched) }
+  .grid { stroke: var(--grid) } .spread { stroke: var(--ink); stroke-width: 1.5 }
+  .title { font-size: 16px; font-weight: 600 } .ratio { font-weight: 600 }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One workload; times in seconds."""
+
+    name: str
+    stock: Spread
+    patched: Spread
+    ratio: Spread
+
+
+def svg(title: str, note: str, bars: Sequence[Bar]) -> str:
+    """The picture as text; ``bars`` must not be empty."""
+    values = [v for bar in bars for one in (bar.stock, bar.patched) for v in (one.low, one.high)]
+    low = math.floor(math.log10(max(min(values), 1e-4)))
+    high = max(math.ceil(math.log10(max(values))), low + 1)
+    height = _TOP + _ROW * len(bars) + 34
+
+    def x(value: float) -> float:
+        share = (math.log10(max(value, 10.0**low)) - low) / (high - low)
+        return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
+        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
+        f'<rect class="paper" width="{_WIDTH}" height="{height}" rx="8"/>',
+        f'<text class="ink title" x="20" y="30">{escape(title)}</text>',
+        f'<text class="soft" x="20" y="52">{escape(note)}</text>',
+    ]
+    for power in range(low, high + 1):
+        at, bottom = x(10.0**power), _TOP + _ROW * len(bars)
+        parts.append(
+            f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP - 8}" y2="{bottom}"/>'
+            f'<text class="soft" x="{at:.1f}" y="{bottom + 20}" text-anchor="middle">'
+            f"{_tick(power)}</text>"
+        )
+    for number, bar in enumerate(bars):
+        parts += _row(bar, _TOP + _ROW * number, x)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _row(bar: Bar, top: float, x: object) -> list[str]:
+    assert callable(x)
+    middle = top + _BAR + 4
+    parts = [
+        f'<text class="ink" x="20" y="{middle}">{escape(bar.name)}</text>',
+        f'<text class="ink ratio" x="{_WIDTH - 16}" y="{middle}" text-anchor="end">'
+        f"{times(bar.ratio.median)}</text>",
+    ]
+    for kind, spread, y in (("stock", bar.stock, top), ("patched", bar.patched, top + _BAR + 3)):
+        end, centre = x(spread.median), y + _BAR / 2
+        label = f"{kind} {seconds(spread.median)}"
+        parts += [
+            f'<rect class="{kind}" x="{_LEFT}" y="{y}" width="{max(end - _LEFT, 1):.1f}" '
+            f'height="{_BAR}" rx="2"/>',
+            f'<line class="spread" x1="{x(spread.low):.1f}" x2="{x(spread.high):.1f}" '
+            f'y1="{centre}" y2="{centre}"/>',
+            f'<text class="soft" x="{max(end, x(spread.high)) + 6:.1f}" y="{centre + 4.5}">'
+            f"{label}</text>",
+        ]
+    return parts
+
+
+def _tick(power: int) -> str:
+    return f"{10**power} s" if power >= 0 else f"{10 ** (power + 3):g} ms"

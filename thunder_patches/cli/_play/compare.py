@@ -1,0 +1,112 @@
+"""Whether two servers gave the same answers: tokens, and logprobs within a stated tolerance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .client import Answer, Scored
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What one server said to one request: timed as a stream, and once more with logprobs."""
+
+    label: str
+    answer: Answer
+    scored: Scored
+
+
+@dataclass
+class Comparison:
+    """The sum over all requests; ``problems`` is empty where every answer is the same.
+
+    A token counts as the same where the expected server itself ranks both choices within the
+    tolerance of each other (a tie); what follows a tie is not compared.
+    """
+
+    tolerance: float
+    requests: int = 0
+    tokens: int = 0
+    ties: int = 0
+    worst: float = 0.0
+    """Largest difference of a logprob seen."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        """All answers are the same, and there were some."""
+        return self.tokens > 0 and not self.problems
+
+    def add(self, expected: Reply, found: Reply) -> None:
+        """Compare one pair."""
+        self.requests += 1
+        problem = self._pair(expected, found)
+        if problem:
+            self.problems.append(f"{expected.label}: {problem}")
+
+    def add_all(self, expected: Iterable[Reply], found: Iterable[Reply]) -> None:
+        """Compare pair by pair; one missing on either side raises ValueError."""
+        for one, other in zip(expected, found, strict=True):
+            self.add(one, other)
+
+    def _pair(self, expected: Reply, found: Reply) -> str | None:
+        want, have = expected.answer.prompt_tokens, found.answer.prompt_tokens
+        if want != have:
+            return f"expected a prompt of {want} tokens, found {have}"
+        tied, problem = self._scored(expected.scored, found.scored)
+        if problem or tied:
+            return problem
+        # The stream is the answer that was timed. It carries no tokens, so its text stands for them.
+        if _near_tie(expected.scored, self.tolerance):
+            return None
+        texts = {reply.answer.text for reply in (expected, found)} | {expected.scored.text}
+        if len(texts) > 1:
+            return f"expected the streamed text {expected.scored.text!r}, found {sorted(texts)}"
+        return None
+
+    def _scored(self, expected: Scored, found: Scored) -> tuple[bool, str | None]:
+        """Whether the two parted at a tie, and what is wrong."""
+        for i, (want, have) in enumerate(zip(expected.tokens, found.tokens, strict=False)):
+            if want != have:
+                best, other = expected.best[i], found.best[i]
+                gap = max(_gap(best, want, have), _gap(other, have, want))
+                if gap <= self.tolerance:
+                    self.ties += 1
+                    return True, None
+                return False, f"token {i}: expected {want}, found {have}, {gap:.3g} apart"
+            self.tokens += 1
+            off = _off(expected, found, i)
+            self.worst = max(self.worst, off)
+            if not off <= self.tolerance:  # written so that NaN fails
+                return False, f"logprobs at token {i} differ by {off:.3g}"
+        if len(expected.tokens) != len(found.tokens):
+            counts = f"expected {len(expected.tokens)} tokens, found {len(found.tokens)}"
+            return False, counts
+        return False, None
+
+
+def _off(expected: Scored, found: Scored, i: int) -> float:
+    """Largest difference at position ``i``: the token's logprob and those that both list."""
+    best, other = expected.best[i], found.best[i]
+    pairs = [(expected.logprobs[i], found.logprobs[i])]
+    pairs += [(best[token], other[token]) for token in best.keys() & other.keys()]
+    offs = [abs(a - b) for a, b in pairs]
+    return math.nan if any(math.isnan(off) for off in offs) else max(offs)
+
+
+def _gap(best: dict[int, float], chosen: int, other: int) -> float:
+    """How far below its own choice a server ranks the other's; infinite if it is not listed."""
+    if chosen not in best or other not in best:
+        return math.inf
+    return best[chosen] - best[other]
+
+
+def _near_tie(scored: Scored, tolerance: float) -> bool:
+    """Whether some position's two likeliest tokens are within the tolerance of each other."""
+    for best in scored.best:
+        ranked = sorted(best.values(), reverse=True)
+        if len(ranked) > 1 and ranked[0] - ranked[1] <= tolerance:
+            return True
+    return False
