@@ -7,7 +7,6 @@ answer is finished or it is removed. Only the generation thread comes here.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import mlx.core as mx
 from ...patching.guard import is_on, shield
 from ..arguments import named, replaced
 from ..quantised import AnySequence
-from .first_step import FirstStep
+from ..steps import FirstStep, measured, next_piece
 from .host_cache import keep_out_decoded
 from .load import loaded, session_of
 from .requests import current
@@ -28,6 +27,8 @@ class Row:
 
     sequence: AnySequence
     logits: mx.array | None
+    fed: int = 0
+    """Tokens that the host counts for this row once the first step is done."""
 
 
 _rows: dict[int, Row] = {}
@@ -85,29 +86,15 @@ def prompt(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return result
     rest = tokens[0]
     while rest:
-        size, snapshot = len(rest), False
+        start, size, snapshot = len(instance.tokens[0]), len(rest), False
         with shield("ssd_cache", "plan"):
-            size, snapshot = _next_piece(row, len(instance.tokens[0]), len(rest))
-        measure = _measure(row, len(instance.tokens[0]), size)
-        with measure:
+            size, snapshot = next_piece(row.sequence, loaded.prefill, start, len(rest))
+        with measured(loaded.prefill, start, size):
             wrapped([rest[:size]])
         rest = rest[size:]
         with shield("ssd_cache", "prefill"):
             _store_rows(instance, snapshot)
     return None
-
-
-def _next_piece(row: Row, start: int, left: int) -> tuple[int, bool]:
-    """Tokens to prefill at once from ``start``, and whether a snapshot is due after them."""
-    size = loaded.prefill.size(start, left) if loaded.prefill is not None else left
-    due = row.sequence.due(start, start + left)
-    if due and due[0] - start <= size:
-        return due[0] - start, True
-    return size, False
-
-
-def _measure(row: Row, context: int, tokens: int) -> AbstractContextManager[None]:
-    return loaded.prefill.measured(context, tokens) if loaded.prefill else nullcontext()
 
 
 def _store_rows(batch: Any, snapshot: bool) -> None:
@@ -155,6 +142,9 @@ def generation_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         wrapped(*args, **kwargs)
     finally:
         instance.model = step.model
+    for row, tokens in zip(rows, instance.tokens, strict=True):
+        if row is not None:
+            row.fed = len(tokens)
     if step.stored is not None:
         return
     with shield("ssd_cache", "first token"):
@@ -175,10 +165,10 @@ def generation_next(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     for response in responses:
         if response.finish_reason is not None and response.uid in _rows:
             with shield("ssd_cache", "answer"):
-                sequence = _rows.pop(response.uid).sequence
-                tokens = response.all_tokens
+                row = _rows.pop(response.uid)
+                sequence = row.sequence
                 if not sequence.session.exact_decode:
                     keep_out_decoded(response.prompt_cache)
-                sequence.extend(tokens[len(sequence) :])
-                sequence.store(response.prompt_cache, len(tokens), snapshot=True, decoded=True)
+                sequence.extend(response.all_tokens[row.fed :])
+                sequence.store(response.prompt_cache, len(sequence), snapshot=True, decoded=True)
     return responses

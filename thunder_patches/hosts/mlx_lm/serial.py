@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import mlx.core as mx
-
 from ...patching.guard import is_on, shield
 from ..arguments import named, replaced
 from ..quantised import AnySequence
-from .first_step import SerialSteps
+from ..steps import SerialSteps
 from .host_cache import keep_out_decoded
 from .load import loaded, session_of
 from .requests import current
@@ -25,8 +23,8 @@ def generate_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             assert request is not None
             logits = request.hit.logits if request.hit is not None else None
             held = len(sequence) - len(given["prompt"])
-            steps = _steps(given["model"], sequence, cache, held, logits)
-            return _generate(wrapped, args, kwargs, steps, sequence, cache, held)
+            steps = SerialSteps(given["model"], sequence, held, loaded.prefill, logits)
+            return _generate(wrapped, args, kwargs, steps, sequence, cache)
     return wrapped(*args, **kwargs)
 
 
@@ -61,24 +59,6 @@ def _sequence(given: dict[str, Any]) -> AnySequence | None:
     return request.sequence if given.get("prompt_cache") is not None else None
 
 
-def _steps(
-    model: Any, sequence: AnySequence, cache: Any, held: int, stored: mx.array | None
-) -> SerialSteps:
-    def at_stop(seen: int) -> None:
-        with shield("ssd_cache", "snapshot"):
-            sequence.store(cache, held + seen, snapshot=True)
-
-    def at_end(logits: mx.array) -> None:
-        with shield("ssd_cache", "first token"):
-            sequence.store(cache, len(sequence), snapshot=True, logits=logits)
-
-    total = len(sequence) - held
-    stops = [p - held for p in sequence.due(held, len(sequence) - 1)]
-    return SerialSteps(
-        model, total, stored, stops, at_stop, at_end, prefill=loaded.prefill, held=held
-    )
-
-
 def _generate(
     wrapped: Any,
     args: Any,
@@ -86,19 +66,9 @@ def _generate(
     steps: SerialSteps,
     sequence: AnySequence,
     cache: Any,
-    held: int,
 ) -> Iterator[Any]:
     length = len(sequence)
-    report = named(wrapped, args, kwargs).get("prompt_progress_callback")
-
-    def progress(processed: int, total: int) -> None:
-        if report is not None:
-            report(processed, total)
-        if processed < total:
-            with shield("ssd_cache", "prefill"):
-                sequence.store(cache, held + processed)
-
-    args, kwargs = replaced(wrapped, args, kwargs, model=steps, prompt_progress_callback=progress)
+    args, kwargs = replaced(wrapped, args, kwargs, model=steps)
     if not sequence.session.exact_decode:
         keep_out_decoded(cache)
     answer: list[int] = []
@@ -108,10 +78,9 @@ def _generate(
             yield token, logprobs
     finally:
         with shield("ssd_cache", "answer"):
-            held_now = held + steps.seen
-            if length < held_now <= length + len(answer):
-                sequence.extend(answer[: held_now - length])
-                sequence.store(cache, held_now, snapshot=True, decoded=True)
+            if length < steps.position <= length + len(answer):
+                sequence.extend(answer[: steps.position - length])
+                sequence.store(cache, steps.position, snapshot=True, decoded=True)
 
 
 def maybe_quantize_kv_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
