@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 
 from thunder_patches.cache.record import Header, TensorSpec
+from thunder_patches.codec.calibration import Calibration
+from thunder_patches.codec.fit import Moments, groups
+from thunder_patches.codec.rotary import Rotary
 
 
 def kv_like(heads: int, tokens: int, dim: int, seed: int = 0) -> np.ndarray:
@@ -56,3 +60,26 @@ def header_of(*specs: TensorSpec, start: int = 0, layers: int = 1) -> Header:
         layout=layout_of(*specs, layers=layers),
         tensors=tuple(specs),
     )
+
+
+def calibration_for(
+    *specs: TensorSpec, layers: int = 2, rotary: Rotary | None = None, tokens: int = 600
+) -> Calibration:
+    """A calibration fitted to values like `kv_like` of the same seed, for tensors "k0", "v0", ..."""
+    bases = {}
+    for spec in specs:
+        heads, _, dim = spec.shape
+        each = heads // layers
+        runs = groups([(i * each, each) for i in range(layers)], dim)
+        moments = Moments(runs, heads, dim)
+        rows = kv_like(heads, tokens, dim, seed=spec.name.startswith("v"))
+        moments.add(rows, np.random.default_rng(0).normal(0, 1, rows.shape).astype(np.float32))
+        bases[spec.name] = moments.fit()
+    turned = {s.name: ((0, s.shape[0], rotary),) for s in specs if rotary and s.name[0] == "k"}
+    steps = {"high": 0.1, "balanced": 0.4, "small": 1.2}
+    limits = {
+        q: {s.name: 100.0 * step**2 * s.shape[0] * s.shape[2] for s in specs}
+        for q, step in steps.items()
+    }
+    shapes = {s.name: (s.shape[0], s.shape[2]) for s in specs}
+    return replace(Calibration("a model", shapes, bases, turned, steps, limits), id="0" * 16)

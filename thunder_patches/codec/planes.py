@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+import zlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -82,7 +83,27 @@ def lz4_unpack(data: Buffer, size: int) -> bytes:
     return out
 
 
-PACKERS = {"zstd": (zstd_pack, zstd_unpack), "lz4": (lz4_pack, lz4_unpack)}
+def deflate_pack(data: Buffer) -> bytes:
+    return zlib.compress(data, 6)
+
+
+def deflate_unpack(data: Buffer, size: int) -> bytes:
+    """The ``size`` bytes of a zlib stream; raises CodecError."""
+    stream = zlib.decompressobj()
+    try:
+        out = stream.decompress(data, size) if size else b""
+    except zlib.error as error:
+        raise CodecError(f"damaged zlib stream: {error}") from error
+    if len(out) != size:
+        raise CodecError(f"expected {size} bytes in a zlib stream, found {len(out)}")
+    return out
+
+
+PACKERS = {
+    "zstd": (zstd_pack, zstd_unpack),
+    "lz4": (lz4_pack, lz4_unpack),
+    "deflate": (deflate_pack, deflate_unpack),
+}
 
 
 class Planes:

@@ -6,14 +6,16 @@ that flag and never serves such a record to an exact look-up. Nothing is encoded
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 from thunder_patches.cache.record import Buffer, Header, Record, TensorSpec, flat
 
 from .base import Codec, CodecError, Coded, Refused
+from .calibration import Calibration, Shelf
 from .codecs import CODECS, decode
+from .kvtc import Kvtc
 from .layout import rows_of
 
 Mode = Literal["auto", "raw", "lossless", "int8", "kvtc"]
@@ -45,7 +47,8 @@ class Policy:
         mode: `THUNDER_CODEC`. "auto": new records raw, aged ones lossless. "raw", "lossless": that.
             "int8", "kvtc": attention keys and values lossy, everything else lossless.
         quality: of lossy modes. "int8" keeps keys in 8 bits, and values in 8 or ("small") 4.
-        codecs: the codecs by name; those of a model's calibration are added by `with_codecs`.
+        shelf: where "kvtc" finds calibrations; without it there is none. See `use_model`.
+        codecs: the codecs by name, "kvtc" left out.
         fast_disk: in mode "auto", whether new records stay raw.
         counts: told of `codec_fallbacks`, tensors for which the wanted codec wasn't good enough.
     """
@@ -55,6 +58,7 @@ class Policy:
         mode: Mode = "auto",
         *,
         quality: Quality = "balanced",
+        shelf: Shelf | None = None,
         codecs: Mapping[str, Codec] = CODECS,
         fast_disk: bool = True,
         counts: Counts | None = None,
@@ -68,13 +72,27 @@ class Policy:
         self.mode = mode
         self.quality = quality
         self.fast_disk = fast_disk
-        self._codecs = codecs
+        self._shelf = shelf
+        self._codecs = dict(codecs)
+        if shelf is not None:
+            self._codecs.setdefault("kvtc", Kvtc(shelf.get))
         self._counts = counts
 
     @property
     def allows_lossy(self) -> bool:
         """Whether look-ups may be answered by lossy records."""
         return self.mode in ("int8", "kvtc")
+
+    def use_model(self, model: str) -> Calibration | None:
+        """Encode with the newest calibration of the model with this identity from now on.
+
+        Without one, "kvtc" leaves tensors lossless. Decoding needs no such call.
+        """
+        if self._shelf is None:
+            return None
+        calibration = self._shelf.of_model(model)
+        self._codecs = {**self._codecs, "kvtc": Kvtc(self._shelf.get, calibration, self.quality)}
+        return calibration
 
     def encode(self, record: Record) -> Stored:
         """A new record as it goes to disk."""
@@ -118,10 +136,14 @@ class Policy:
         rows = rows_of(header.layout).get(spec.name)
         if rows is None or not rows.attention:
             return self._lossless(spec)
-        halved = self.mode == "int8" and self.quality == "small" and rows.role == "v"
-        return ("int4" if halved else self.mode, *self._lossless(spec))
+        if self.mode == "kvtc":
+            codec = self._codecs.get("kvtc")
+            ready = isinstance(codec, Kvtc) and codec.calibrated
+            return ("kvtc", "int8", *self._lossless(spec)) if ready else self._lossless(spec)
+        halved = self.quality == "small" and rows.role == "v"
+        return ("int4" if halved else "int8", *self._lossless(spec))
 
-    def _stored(self, record: Record, wanted) -> Stored:  # type: ignore[no-untyped-def]
+    def _stored(self, record: Record, wanted: Callable[[TensorSpec], tuple[str, ...]]) -> Stored:
         header = record.header
         tensors = tuple(
             self._best(spec, data, header, wanted(spec))

@@ -1,0 +1,279 @@
+"""What KVTC knows of one model: bases, weights, rotary embeddings, step sizes, measured quality.
+
+One safetensors file for each calibration, beside the cache. It derives from the user's text, so it is
+readable by its owner alone. Blocks name the calibration that they were coded with by the first 16 hex
+digits of its checksum; a file goes only when no block names it any more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from .base import CodecError
+from .rotary import Rotary
+
+VERSION = 1
+SINKS = 4  # first tokens of a prompt, kept exact: their keys are outliers that all others attend to
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Centred, weighted PCA of the rows ``[first, first + heads)`` of a row tensor, over all of them.
+
+    A token's features x (heads * dim of them, head by head, keys with RoPE undone) become
+    ``y = (x - mean) @ encode`` and come back as ``y @ decode + mean``. In between they are weighted
+    by how much the model minds an error in them, so that all of y deserves the same step.
+
+    Args:
+        mean: ``[heads, dim]``.
+        weight: ``[heads, dim, dim]``, z = x @ weight head by head; `inverse` undoes it.
+        directions: ``[heads * dim, rank]``, orthonormal, most variance first.
+        variance: ``[rank]`` of y in the calibration texts.
+    """
+
+    first: int
+    heads: int
+    mean: np.ndarray
+    weight: np.ndarray
+    inverse: np.ndarray
+    directions: np.ndarray
+    variance: np.ndarray
+
+    @property
+    def rank(self) -> int:
+        return len(self.variance)
+
+    @property
+    def size(self) -> float:
+        """Root of the mean square of a token's y."""
+        return float(np.sqrt(self.variance.sum()))
+
+    @cached_property
+    def encode(self) -> np.ndarray:
+        """float32 ``[heads * dim, rank]``."""
+        return _blockwise(self.weight, self.directions.astype(np.float32))
+
+    @cached_property
+    def decode(self) -> np.ndarray:
+        """float32 ``[rank, heads * dim]``."""
+        turned = self.inverse.transpose(0, 2, 1)
+        return np.ascontiguousarray(_blockwise(turned, self.directions.astype(np.float32)).T)
+
+    @cached_property
+    def centre(self) -> np.ndarray:
+        """The mean in y: what encoding subtracts, float32 ``[rank]``."""
+        return self.mean.reshape(-1) @ self.encode
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A model's calibration.
+
+    Args:
+        model: identity of the model, as in the cache's keys.
+        rows: tensor name to (heads, dim), which a record must have.
+        bases: tensor name to its bases, in order of their rows.
+        rotary: tensor name to one (first head, heads, `Rotary`) for each run of layers that has one.
+        steps: quality to step size.
+        limits: quality to tensor name to the largest weighted squared error per token allowed.
+        measured: what came out on held-out text, for doctor and status.
+    """
+
+    model: str
+    rows: Mapping[str, tuple[int, int]]
+    bases: Mapping[str, tuple[Basis, ...]]
+    rotary: Mapping[str, tuple[tuple[int, int, Rotary], ...]]
+    steps: Mapping[str, float]
+    limits: Mapping[str, Mapping[str, float]]
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    sinks: int = SINKS
+    id: str = ""
+
+    def turn(self, name: str, values: np.ndarray, start: int, inverse: bool = False) -> np.ndarray:
+        """Redo, or undo, the rotation of all rows ``[heads, tokens, dim]`` of a tensor."""
+        for first, heads, rotary in self.rotary.get(name, ()):
+            part = slice(first, first + heads)
+            values[part] = rotary.turn(values[part], start, inverse)
+        return values
+
+    def write(self, folder: Path) -> Calibration:
+        """Write to ``<folder>/<id>.safetensors``, mode 0600, and return the calibration with its id."""
+        arrays: dict[str, np.ndarray] = {}
+        bases: dict[str, list[list[int]]] = {}
+        for name, parts in self.bases.items():
+            bases[name] = [[basis.first, basis.heads] for basis in parts]
+            for i, basis in enumerate(parts):
+                for attribute in ("mean", "weight", "inverse", "variance"):
+                    array = np.ascontiguousarray(getattr(basis, attribute), np.float32)
+                    arrays[f"{name}.{i}.{attribute}"] = array
+                arrays[f"{name}.{i}.directions"] = np.ascontiguousarray(
+                    basis.directions, np.float16
+                )
+        about = {
+            "version": VERSION,
+            "model": self.model,
+            "rows": self.rows,
+            "bases": bases,
+            "rotary": {
+                name: [[first, heads, asdict(rotary)] for first, heads, rotary in runs]
+                for name, runs in self.rotary.items()
+            },
+            "steps": self.steps,
+            "limits": self.limits,
+            "measured": self.measured,
+            "sinks": self.sinks,
+        }
+        text = json.dumps(about, sort_keys=True)
+        checksum = _checksum(arrays, text)
+        data = save(arrays, {"kvtc": text, "checksum": checksum})
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / f"{checksum[:16]}.safetensors"
+        temporary = folder / f".{checksum[:16]}.{os.getpid()}.tmp"
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        return Calibration(**{**vars(self), "id": checksum[:16]})
+
+    @classmethod
+    def read(cls, path: Path) -> Calibration:
+        """Read a file that `write` made.
+
+        Raises:
+            CodecError: damaged, of another version, or no calibration at all.
+            OSError: when it can't be read.
+        """
+        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+            data = file.read()
+        try:
+            arrays = load(data)
+            head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+            text, checksum = head["kvtc"], head["checksum"]
+            if _checksum(arrays, text) != checksum:
+                raise CodecError(f"{path.name}: the checksum doesn't match")
+            about = json.loads(text)
+            if about["version"] != VERSION:
+                raise CodecError(
+                    f"{path.name}: expected version {VERSION}, found {about['version']}"
+                )
+            return cls._from(about, arrays, checksum[:16])
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise CodecError(f"{path.name} is no calibration: {error}") from error
+
+    @classmethod
+    def _from(cls, about: dict[str, Any], arrays: dict[str, np.ndarray], id: str) -> Calibration:
+        names = ("mean", "weight", "inverse", "directions", "variance")
+        bases = {
+            name: tuple(
+                Basis(first, heads, *(arrays[f"{name}.{i}.{attribute}"] for attribute in names))
+                for i, (first, heads) in enumerate(parts)
+            )
+            for name, parts in about["bases"].items()
+        }
+        rotary = {
+            name: tuple(
+                (first, heads, Rotary(tuple(r["rates"]), r["interleaved"], r["scale"]))
+                for first, heads, r in runs
+            )
+            for name, runs in about["rotary"].items()
+        }
+        return cls(
+            about["model"],
+            {name: (heads, dim) for name, (heads, dim) in about["rows"].items()},
+            bases,
+            rotary,
+            about["steps"],
+            about["limits"],
+            about["measured"],
+            about["sinks"],
+            id,
+        )
+
+
+class Shelf:
+    """The calibrations in a folder, read once each when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._known: dict[str, Calibration] = {}
+
+    def get(self, id: str) -> Calibration:
+        """The calibration with this id; raises CodecError when it is missing or damaged."""
+        found = self._known.get(id)
+        if found is None:
+            if not (len(id) == 16 and set(id) <= set("0123456789abcdef")):
+                raise CodecError(f"{id!r} is no calibration's id")
+            try:
+                found = Calibration.read(self.folder / f"{id}.safetensors")
+            except OSError as error:
+                raise CodecError(f"calibration {id} can't be read: {error}") from error
+            self._known[id] = found
+        return found
+
+    def of_model(self, model: str) -> Calibration | None:
+        """The newest good calibration of a model, or None."""
+        files = sorted(self.folder.glob("*.safetensors"), key=_mtime, reverse=True)
+        for path in files:
+            try:
+                found = self.get(path.stem)
+            except CodecError:
+                continue
+            if found.model == model:
+                return found
+        return None
+
+    def add(self, calibration: Calibration) -> Calibration:
+        """Write a new calibration and return it with its id."""
+        calibration = calibration.write(self.folder)
+        self._known[calibration.id] = calibration
+        return calibration
+
+    def prune(self, used: Iterable[str]) -> list[str]:
+        """Delete all calibrations but the newest of each model and those whose ids are ``used``."""
+        keep, models, gone = set(used), set[str](), []
+        for path in sorted(self.folder.glob("*.safetensors"), key=_mtime, reverse=True):
+            try:
+                model = self.get(path.stem).model
+            except CodecError:
+                continue
+            if path.stem in keep or model not in models:
+                models.add(model)
+                continue
+            path.unlink(missing_ok=True)
+            self._known.pop(path.stem, None)
+            gone.append(path.stem)
+        return gone
+
+
+def _blockwise(weight: np.ndarray, directions: np.ndarray) -> np.ndarray:
+    """The block-diagonal matrix of ``[heads, dim, dim]`` times ``[heads * dim, rank]``, float32."""
+    heads, dim, _ = weight.shape
+    parts = directions.reshape(heads, dim, -1)
+    return np.matmul(weight.astype(np.float32), parts).reshape(heads * dim, -1)
+
+
+def _checksum(arrays: Mapping[str, np.ndarray], text: str) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(arrays):
+        digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}\n".encode())
+        digest.update(np.ascontiguousarray(arrays[name]).data)
+    return digest.hexdigest()
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
