@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.conftest import Environment, make
+from tests.contract.conftest import Environment
 
 FINDERS = (
     "import sys; print(sum(getattr(f, '__name__', '') == 'HostFinder' for f in sys.meta_path))"
@@ -90,14 +90,6 @@ def test_two_start_files_are_one_start(from_wheel: Environment) -> None:
         assert from_wheel.says(FINDERS) == "1"
     finally:
         second.unlink()
-
-
-def test_start_file_that_outlived_its_package_is_silent(
-    tmp_path: Path, from_wheel: Environment
-) -> None:
-    left = make(tmp_path / "left")
-    shutil.copy(from_wheel.site / "thunder_patches.pth", left.site)
-    assert left.says("print('fine')") == "fine"
 
 
 def test_nothing_but_boot_is_loaded(environment: Environment, bare: Environment) -> None:
