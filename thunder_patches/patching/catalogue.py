@@ -58,9 +58,24 @@ def _mlx_lm(
     )
 
 
+def _omlx(feature: str, module: str, attribute: str, wrapper: str) -> Patch:
+    """A patch of oMLX, with a wrapper in ``hosts/omlx``; it decodes with mlx-lm's batch generator."""
+    return Patch(
+        id=f"omlx.{wrapper.replace(':', '.')}",
+        feature=feature,
+        host="omlx",
+        module=module,
+        attribute=attribute,
+        wrapper=f"thunder_patches.hosts.{wrapper}",
+        versions=">=0.4.4rc1,<0.8",
+        remove_when="oMLX checksums its blocks and keeps logits and state at a prompt's end",
+    )
+
+
 _SERVER = "mlx_lm.server"
 _CACHE = "mlx_lm.models.cache"
 _GENERATE = "mlx_lm.generate"
+_SCHEDULER = "omlx.scheduler"
 
 PATCHES: tuple[Patch, ...] = (
     # load
@@ -116,4 +131,33 @@ PATCHES: tuple[Patch, ...] = (
     ),
     # status
     _mlx_lm("routes", _SERVER, "APIHandler.do_GET", "routes:do_get"),
+    # oMLX: lookup, prefill and store on the engine's thread
+    _omlx("ssd_cache", _SCHEDULER, "Scheduler.__init__", "omlx.scheduler:scheduler_init"),
+    _omlx(
+        "ssd_cache",
+        _SCHEDULER,
+        "Scheduler._do_external_prefill",
+        "omlx.scheduler:do_external_prefill",
+    ),
+    _omlx("ssd_cache", _SCHEDULER, "Scheduler._begin_prefill", "omlx.scheduler:begin_prefill"),
+    _omlx(
+        "ssd_cache",
+        _SCHEDULER,
+        "Scheduler._step_prefill_chunk",
+        "omlx.scheduler:step_prefill_chunk",
+    ),
+    # oMLX: the first step and the answer's end
+    _omlx("ssd_cache", _GENERATE, "BatchGenerator.__init__", "mlx_lm.batched:batch_generator_init"),
+    _omlx(
+        "ssd_cache", _GENERATE, "BatchGenerator.insert_segments", "mlx_lm.batched:insert_segments"
+    ),
+    _omlx("ssd_cache", _GENERATE, "BatchGenerator.remove", "mlx_lm.batched:remove"),
+    _omlx("ssd_cache", _GENERATE, "PromptProcessingBatch.generate", "mlx_lm.batched:generate"),
+    _omlx("ssd_cache", _GENERATE, "GenerationBatch.__init__", "mlx_lm.batched:generation_init"),
+    _omlx("ssd_cache", _GENERATE, "GenerationBatch.next", "mlx_lm.batched:generation_next"),
+    # oMLX: what the client sees
+    _omlx(
+        "context_pilot", "omlx.server", "PromptTokensDetails", "omlx.usage:prompt_tokens_details"
+    ),
+    _omlx("context_pilot", "omlx.server", "Usage", "omlx.usage:usage"),
 )

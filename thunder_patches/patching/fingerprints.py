@@ -30,7 +30,7 @@ class Source:
 
 
 def read(file: Path, attributes: Iterable[str]) -> dict[str, Source]:
-    """The `attributes` (``function`` or ``Class.method``) that `file` defines.
+    """The `attributes` (``function``, ``Class.method``, or a class imported by name) that `file` has.
 
     Raises OSError, SyntaxError and UnicodeError for a file that can't be read as Python.
     """
@@ -44,11 +44,20 @@ def read(file: Path, attributes: Iterable[str]) -> dict[str, Source]:
             first = min(node.lineno for node in (definition, *definition.decorator_list))
             source = textwrap.dedent("".join(lines[first - 1 : definition.end_lineno]))
             found[attribute] = Source(_digest(source, _signature(definition.args)), first)
+        elif (imported := _import_of(tree, attribute)) is not None:
+            found[attribute] = Source(
+                _digest(f"from {imported.module} import", attribute), imported.lineno
+            )
     return found
 
 
 def matches(live: Any, file: Path, source: Source) -> bool:
-    """Whether `live`, the raw attribute, is the function that was read from `file`."""
+    """Whether `live`, the raw attribute, is the function that was read from `file`.
+
+    A class that the file imports has no code of its own to compare.
+    """
+    if isinstance(live, type):
+        return True
     code = _code(live)
     return (
         code is not None
@@ -74,6 +83,16 @@ def _find(tree: ast.AST, path: list[str]) -> _Definition | None:
         if rest and isinstance(node, ast.ClassDef) and node.name == name:
             return _find(node, rest)
         if not rest and isinstance(node, _Definition) and node.name == name:
+            return node
+    return None
+
+
+def _import_of(tree: ast.Module, name: str) -> ast.ImportFrom | None:
+    """The top-level ``from ... import name``: a class that the module calls by that name."""
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and any(
+            (alias.asname or alias.name) == name for alias in node.names
+        ):
             return node
     return None
 

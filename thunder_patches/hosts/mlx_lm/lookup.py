@@ -9,13 +9,13 @@ import mlx.core as mx
 from ...patching.guard import is_on, shield
 from ..approximate import FAMILIES, approximate
 from ..arguments import named
+from ..counting import Outcome, count
 from ..quantised import AnySequence
-from ..runtime import runtime
 from ..session import Hit, Sequence
 from .adopt import adopt
 from .host_cache import keep_out, trimmed
 from .load import loaded, session_for
-from .requests import Outcome, Prompt, current
+from .requests import Prompt, current
 
 
 def fetch_nearest_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -28,6 +28,7 @@ def fetch_nearest_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
             cached = len(tokens) - len(rest)
             prompt.outcome = Outcome(cached, "none", "host" if cached else None)
             cache, rest = _longer(given["model"], tokens, prompt, cache, rest)
+            count(prompt.outcome, len(tokens))
     return cache, rest
 
 
@@ -36,7 +37,6 @@ def _longer(
 ) -> tuple[Any, list[int]]:
     session = session_for(model)
     if session is None or not is_on("ssd_cache"):
-        _count("none", len(tokens) - len(rest), len(tokens))
         return cache, rest
     sequence = session.sequence(tokens, prompt.asked.salt)
     if prompt.boundaries is not None:
@@ -54,13 +54,11 @@ def _longer(
             hit, prompt.sequence = nearly, None
             keep_out(tokens)
     if hit is None:
-        _count("none", held, len(tokens))
         return cache, rest
     prompt.hit = hit
     skip = "full" if hit.full else "approximate" if hit.approximate else "none"
     skipped = hit.length if hit.reused is None else hit.reused
     prompt.outcome = Outcome(skipped, skip, hit.source)
-    _count(skip, skipped, len(tokens))
     return adopt(hit.caches), tokens[min(hit.length, len(tokens) - 1) :]
 
 
@@ -70,10 +68,3 @@ def _nearly(sequence: AnySequence) -> Hit | None:
     if not isinstance(sequence, Sequence):
         return None
     return approximate(sequence, lambda ids, kv: loaded.model(mx.array([ids]), cache=kv))
-
-
-def _count(skip: str, skipped: int, total: int) -> None:
-    counters = runtime().counters
-    counters.add(skip if skip != "none" else "partial" if skipped else "miss")
-    counters.add("tokens_skipped", skipped)
-    counters.add("tokens_computed", total - skipped)

@@ -18,6 +18,7 @@ from ...patching.guard import is_on, shield
 from ...pilot.boundaries import Boundaries
 from ...prefill.memory import PromptTooLarge, Reservation
 from ..arguments import named, replaced
+from ..counting import Outcome
 from ..quantised import AnySequence
 from ..runtime import runtime
 from ..session import Hit
@@ -35,15 +36,6 @@ class Asked:
     salt: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     """The body's ``thunder`` object."""
-
-
-@dataclass
-class Outcome:
-    """What became of a prompt's lookup: the figures of ``usage``."""
-
-    cached_tokens: int = 0
-    skip: str = "none"
-    source: str | None = None
 
 
 class Prompt(list[int]):

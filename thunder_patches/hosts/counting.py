@@ -1,0 +1,30 @@
+"""What became of a prompt's lookup, told and counted the same way on every host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .runtime import runtime
+
+
+@dataclass
+class Outcome:
+    """The figures of ``usage``: tokens really skipped, how, and who had them."""
+
+    cached_tokens: int = 0
+    skip: str = "none"
+    source: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The part of ``usage.context_pilot`` that every answer has."""
+        return {"skip": self.skip, "cached_tokens": self.cached_tokens, "source": self.source}
+
+
+def count(outcome: Outcome, total: int) -> None:
+    """Count a prompt of ``total`` tokens."""
+    counters, skipped = runtime().counters, outcome.cached_tokens
+    name = outcome.skip if outcome.skip != "none" else "partial" if skipped else "miss"
+    counters.add(name)
+    counters.add("tokens_skipped", skipped)
+    counters.add("tokens_computed", total - skipped)
