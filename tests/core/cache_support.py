@@ -112,6 +112,8 @@ def files(folder: Path) -> list[Path]:
     return sorted(p for place in places for p in place.rglob("*.safetensors"))
 
 
-def file_of(folder: Path, header: Header) -> Path:
-    (path,) = [p for p in files(folder) if header.key.hex() in p.name.split("-")[0:2]]
+def file_of(folder: Path, what: Header | Piece) -> Path:
+    """The file of a record, which must be there."""
+    pattern = "blocks/*/{}-*" if what.kind == "block" else "snapshots/*/*/*-{}*"
+    (path,) = folder.glob(pattern.format(what.key.hex()))
     return path

@@ -3,6 +3,7 @@ import os
 import tracemalloc
 import zlib
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -149,7 +150,7 @@ def test_every_truncation_and_extension_is_found(tmp_path):
         with pytest.raises(BadFile):
             read(path)
     path.write_bytes(good + b"\0")
-    with pytest.raises(BadFile, match="expected .* bytes, found"):
+    with pytest.raises(BadFile, match="bytes, found"):
         read(path)
 
 
@@ -270,7 +271,7 @@ def test_bytes_are_scattered_to_where_they_belong(tmp_path_factory, data):
         ends = sorted({0, spec.nbytes, *cuts})
         whole = content(record.header.key, spec)
         segments = []
-        for start, end in zip(ends, ends[1:], strict=False):
+        for start, end in pairwise(ends):
             if data.draw(st.booleans()):
                 segments.append(end - start)
             else:

@@ -94,7 +94,9 @@ class DiskStore:
         self, root: Path, budget: int, codec: Codec, counters: Counts, *, fsync: bool = False
     ) -> None:
         self.budget = budget
+        # What is wrong now, by what it keeps from working, and what went wrong last.
         self.problems: dict[str, str] = {}
+        self.last_fault: str | None = None
         self._codec = codec
         self._counters = counters
         self._fsync = fsync
@@ -237,7 +239,9 @@ class DiskStore:
                 head = read_head(fd)
                 if head.header.ref != ref:
                     raise BadFile(f"holds {head.header.ref}")
-                return work(fd, head)
+                result = work(fd, head)
+                self.problems.pop("read", None)
+                return result
             finally:
                 os.close(fd)
         except FileNotFoundError:
@@ -276,7 +280,7 @@ class DiskStore:
         self._stale = True
         if moved:
             self._counters.add("set_aside")
-        self.problems["bad"] = f"set aside {ref.kind} {ref.key.hex()}: {_text(reason)}"
+        self.last_fault = f"set aside {ref.kind} {ref.key.hex()}: {_text(reason)}"
 
     def _forget(self, key: bytes) -> None:
         self._index.remove(key)
@@ -411,6 +415,7 @@ class DiskStore:
     def _rescan(self) -> int:
         """Take the folder as it is: forget files that are gone, learn of others', count all."""
         self._folder.remove_leftovers()
+        self._save(self._usage_seen.bytes)  # so that the scan counts the usage's own file
         before = self._index.added
         found, total = self._folder.scan()
         best: dict[bytes, Found] = {}
@@ -540,7 +545,7 @@ class DiskStore:
             self._folder.close()
 
     def _note(self, kind: str, error: Exception) -> None:
-        self.problems[kind] = _text(error)
+        self.problems[kind] = self.last_fault = _text(error)
 
 
 def _text(error: Exception) -> str:

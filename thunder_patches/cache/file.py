@@ -293,11 +293,7 @@ def read_into(fd: int, head: Head, targets: Mapping[str, Segments], codec: Codec
     for part in head.parts:
         segments = targets.get(part.spec.name)
         if segments is not None:
-            found = sum(s if isinstance(s, int) else s.nbytes for s in segments)
-            if found != part.spec.nbytes:
-                raise ValueError(
-                    f"{part.spec.name}: expected targets of {part.spec.nbytes} bytes, found {found}"
-                )
+            _check_size(part.spec, segments)
         if part.codec != "raw" and segments is not None:
             encoded[part.spec.name] = bytearray(part.end - part.begin)
     os.lseek(fd, head.payload, os.SEEK_SET)
@@ -326,8 +322,9 @@ def read_record(fd: int, head: Head, codec: Codec) -> Record:
     return Record(head.header, tuple(data.values()))
 
 
-def copy_into(data: Buffer, segments: Segments) -> None:
-    """Copy a tensor's bytes to its targets."""
+def copy_into(spec: TensorSpec, data: Buffer, segments: Segments) -> None:
+    """Copy a tensor's bytes to its targets; raises ValueError when their size isn't its own."""
+    _check_size(spec, segments)
     source = flat(data)
     at = 0
     for segment in segments:
@@ -351,7 +348,13 @@ def _decode_into(
         raise BadFile(
             f"{part.spec.name}: expected {part.spec.nbytes} bytes, decoded {decoded.nbytes}"
         )
-    copy_into(decoded, segments)
+    copy_into(part.spec, decoded, segments)
+
+
+def _check_size(spec: TensorSpec, segments: Segments) -> None:
+    found = sum(s if isinstance(s, int) else s.nbytes for s in segments)
+    if found != spec.nbytes:
+        raise ValueError(f"{spec.name}: expected targets of {spec.nbytes} bytes, found {found}")
 
 
 def _destinations(

@@ -38,7 +38,7 @@ def chain(root: bytes, tokens: npt.NDArray[np.int64], block_tokens: int) -> list
         raise ValueError(f"expected a key of {KEY_BYTES} bytes, found {len(root)}")
     if block_tokens < 1:
         raise ValueError(f"block_tokens must be at least 1, found {block_tokens}")
-    data = memoryview(np.ascontiguousarray(tokens, TOKEN_DTYPE)).cast("B")
+    data = np.ascontiguousarray(tokens, TOKEN_DTYPE).data.cast("B")
     step = block_tokens * TOKEN_DTYPE.itemsize
     # Within a chain a parent's key and a block's tokens have one size each, so their frames are
     # constants; the digest is then about all that a block costs.

@@ -153,11 +153,11 @@ class CacheStore:
     def _copy(self, record: Record, job: ReadJob) -> bool:
         if job.refuses(record.header) is not None:
             return False
-        tensors = dict(zip((t.name for t in record.header.tensors), record.data, strict=True))
         try:
-            for name, segments in job.targets.items():
-                copy_into(tensors[name], segments)
-        except (KeyError, ValueError, TypeError):
+            for spec, data in zip(record.header.tensors, record.data, strict=True):
+                if spec.name in job.targets:
+                    copy_into(spec, data, job.targets[spec.name])
+        except (ValueError, TypeError):
             return False
         return True
 
@@ -218,6 +218,10 @@ class CacheStore:
         """Wait until everything put in is on the disk; False after `timeout` seconds."""
         return self._queue is None or self._queue.flush(timeout)
 
+    def ready(self, timeout: float = 10.0) -> bool:
+        """Wait until the folder's files are known by their names; nothing else needs to wait."""
+        return self._disk is None or self._disk.wait_scanned(timeout)
+
     def close(self, timeout: float = 5.0) -> None:
         """Write what waits, for at most `timeout` seconds, and stop all threads."""
         self._closed = True
@@ -230,7 +234,8 @@ class CacheStore:
             self._disk.close()
 
     def stats(self) -> dict[str, Any]:
-        """`ram` and `ssd` (bytes, budget_bytes, blocks), `queue`, and `problem`: what is wrong."""
+        """`ram` and `ssd` (bytes, budget_bytes, blocks), `queue`; what is wrong now (`problem`) and
+        what went wrong last (`last_fault`), or None."""
         none = {"bytes": 0, "budget_bytes": 0, "blocks": 0, "scanned": True}
         problems = self._disk.problems if self._disk is not None else {}
         return {
@@ -245,6 +250,7 @@ class CacheStore:
                 "blocks": len(self._queue) if self._queue is not None else 0,
             },
             "problem": "; ".join(f"{kind}: {text}" for kind, text in problems.items()) or None,
+            "last_fault": self._disk.last_fault if self._disk is not None else None,
         }
 
     def _in_memory(self, parent: bytes, kind: Kind) -> dict[bytes, Ref]:
