@@ -1,0 +1,184 @@
+"""How much each codec saves of real keys and values, how fast, and what it does to the answers.
+
+    python -m tests.bench.codec_quality MODEL [--calibration FILE] [--texts FOLDER] [--out FILE.json]
+
+MODEL is a model folder; the calibration is made from the bundled texts when none is given. FOLDER holds
+documents that no tuning has seen, one a file, such as en1.txt, zh1.txt, code1.txt. For each: 1,536
+tokens of context in blocks of 256, rounded to BF16, go through a codec; then 255 tokens are predicted
+(KL divergence to the prediction on exact KV, in nats; share of equal first choices) and 64 are
+continued greedily (tokens before the first difference; share of documents without one). Ratios are to
+BF16, first 4 tokens and calibration left out; speeds are MB of BF16 a second, CPU time of all threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from thunder_patches.cache.record import Buffer, Coded, Header, Record, TensorSpec, flat
+from thunder_patches.codec.calibration import Calibration
+from thunder_patches.codec.codecs import CODECS
+from thunder_patches.codec.kvtc import Kvtc
+from thunder_patches.tensors.quality import Document, Quality, sink_bytes
+
+
+class Zlib:
+    """What lossless codecs are compared with."""
+
+    name, lossy = "zlib", False
+
+    def encode(self, spec: TensorSpec, data: Buffer, header: Header) -> Coded:
+        return Coded("zlib", zlib.compress(flat(data), 6))
+
+    def decode(self, spec: TensorSpec, coded: Coded, header: Header) -> Buffer:
+        return zlib.decompress(coded.data)
+
+
+class HostQuantised:
+    """mlx-lm's own quantised KV (`mx.quantize`, groups of 64 along the channels), for comparison."""
+
+    lossy = True
+
+    def __init__(self, bits: int) -> None:
+        self.bits, self.name = bits, f"mlx quantized {bits} bit"
+
+    def encode(self, spec: TensorSpec, data: Buffer, header: Header) -> Coded:
+        x = mx.array(np.frombuffer(data, np.uint8)).view(mx.bfloat16).reshape(spec.shape)
+        parts = mx.quantize(x, group_size=64, bits=self.bits)
+        back = mx.dequantize(*parts, group_size=64, bits=self.bits).view(mx.uint8)
+        return Coded(self.name, bytes(sum(p.nbytes for p in parts)), {"back": np.array(back)})
+
+    def decode(self, spec: TensorSpec, coded: Coded, header: Header) -> Buffer:
+        return coded.params["back"].data
+
+
+class Mixed:
+    """One codec for keys and another for values."""
+
+    lossy = True
+
+    def __init__(self, keys: str, values: str) -> None:
+        self.name = f"keys {keys}, values {values}"
+        self._of = {"k": CODECS[keys], "v": CODECS[values]}
+
+    def encode(self, spec: TensorSpec, data: Buffer, header: Header) -> Coded:
+        return self._of[spec.name[0]].encode(spec, data, header)
+
+    def decode(self, spec: TensorSpec, coded: Coded, header: Header) -> Buffer:
+        return self._of[spec.name[0]].decode(spec, coded, header)
+
+
+def codecs(calibration: Calibration) -> dict[str, Any]:
+    """What is measured, by name; KVTC without its error limits, so that each row is one setting."""
+    free = {q: dict.fromkeys(calibration.bases, float("inf")) for q in calibration.steps}
+    open_ = replace(calibration, limits=free)
+    rows: dict[str, Any] = {"zlib": Zlib()}
+    rows |= {name: CODECS[name] for name in ("planes+lz4", "planes+zstd", "int8")}
+    rows["keys int8, values int4"] = Mixed("int8", "int4")
+    rows["int4"] = CODECS["int4"]
+    rows["mlx quantized 8 bit"], rows["mlx quantized 4 bit"] = HostQuantised(8), HostQuantised(4)
+    for mode in ("steps", "groups"):
+        for quality in ("high", "balanced", "small"):
+            rows[f"kvtc {mode} {quality}"] = Kvtc(lambda id: open_, open_, quality, mode)
+    return rows
+
+
+def through(codec: Any, clock: list[float]) -> Callable[[Record], tuple[Record, int, int]]:
+    """Put a record through a codec, adding the seconds of encoding and decoding to the clock."""
+
+    def run(record: Record) -> tuple[Record, int, int]:
+        header, start = record.header, time.process_time()
+        pairs = list(zip(header.tensors, record.data, strict=True))
+        coded = [codec.encode(spec, data, header) for spec, data in pairs]
+        middle = time.process_time()
+        back = [
+            codec.decode(spec, tensor, header)
+            for (spec, _), tensor in zip(pairs, coded, strict=True)
+        ]
+        clock[0] += middle - start
+        clock[1] += time.process_time() - middle
+        return Record(header, tuple(back)), sum(c.nbytes for c in coded), sink_bytes(record, coded)
+
+    return run
+
+
+def measure(codec: Any, documents: Sequence[Document]) -> dict[str, Any]:
+    clock = [0.0, 0.0]
+    found: list[Quality] = [d.measure(through(codec, clock)) for d in documents]
+    whole = sum(spec.nbytes for d in documents for r in d.records for spec in r.header.tensors)
+    greedy = [q.greedy for q in found if q.greedy is not None]
+    return {
+        "ratio": sum(q.raw for q in found) / sum(q.stored for q in found),
+        "kl": float(np.mean([q.kl for q in found])),
+        "kl_each": [q.kl for q in found],
+        "ratio_each": [q.ratio for q in found],
+        "top1": float(np.mean([q.top1 for q in found])),
+        "greedy": float(np.mean(greedy)) if greedy else None,
+        "greedy_whole": float(np.mean([g == max(greedy) for g in greedy])) if greedy else None,
+        "encode_mb_s": whole / 1e6 / max(clock[0], 1e-9),
+        "decode_mb_s": whole / 1e6 / max(clock[1], 1e-9),
+    }
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    greedy = "" if row["greedy"] is None else f"{row['greedy']:.1f} / {row['greedy_whole']:.0%}"
+    return (
+        f"| {name} | {row['ratio']:.2f} | {row['kl']:.5f} | {row['top1']:.3f} | {greedy} "
+        f"| {row['encode_mb_s']:.0f} / {row['decode_mb_s']:.0f} |"
+    )
+
+
+def main() -> None:
+    from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.utils import load_model
+    from tokenizers import Tokenizer
+
+    from thunder_patches.cli.calibrate import bundled_texts
+    from thunder_patches.tensors.calibrate import calibrate
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--texts", type=Path, default=Path(__file__).parent / "held_out")
+    parser.add_argument("--only", help="codecs whose name holds this")
+    parser.add_argument("--greedy", type=int, default=64)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+
+    model, _ = load_model(options.model)
+    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    make_cache = lambda: make_prompt_cache(model)  # noqa: E731
+    if options.calibration:
+        calibration = Calibration.read(options.calibration)
+    else:
+        texts = [tokenizer.encode(text).ids for text in bundled_texts()]
+        started = time.monotonic()
+        calibration = calibrate(model, make_cache, "bench", texts)
+        print(f"calibrated in {time.monotonic() - started:.0f} s: {calibration.measured}")
+    documents = [
+        Document(model, make_cache, tokenizer.encode(p.read_text()).ids, greedy=options.greedy)
+        for p in sorted(options.texts.glob("*.txt"))
+    ]
+    print("documents:", ", ".join(p.stem for p in sorted(options.texts.glob("*.txt"))))
+    print("| codec | ratio | KL | top-1 | greedy 64: same tokens / whole | MB/s enc / dec |")
+    print("|---|---|---|---|---|---|", flush=True)
+    rows = {}
+    for name, codec in codecs(calibration).items():
+        if options.only is None or options.only in name:
+            rows[name] = measure(codec, documents)
+            print(line(name, rows[name]), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

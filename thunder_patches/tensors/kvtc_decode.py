@@ -1,0 +1,97 @@
+"""The matrix half of KVTC decoding on MLX's device: all blocks of a restore in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from ..codec.calibration import Basis, Calibration
+from ..codec.kvtc import Numbers, gain_of
+from ..codec.rotary import Rotary
+
+
+def decode(name: str, blocks: Sequence[Numbers], dtype: mx.Dtype) -> list[mx.array]:
+    """Lazy rows ``[heads, tokens, dim]`` of one row tensor for each block, sinks included.
+
+    One product with each basis for all blocks together; the products run in float32. All blocks
+    must be of one calibration. Evaluate the results of all tensors with one ``mx.eval``.
+    """
+    calibration = blocks[0].calibration
+    heads, dim = calibration.rows[name]
+    bases = calibration.bases[name]
+    counts = [block.values.shape[1] for block in blocks]
+    first = np.concatenate([[0], np.cumsum([basis.rank for basis in bases])])
+    pieces = []
+    for i, basis in enumerate(bases):
+        rows = [block.values[first[i] : first[i + 1]] for block in blocks]
+        used = max(_used(part) for part in rows)
+        values = np.concatenate([part[:used] for part in rows], axis=1)
+        units = np.concatenate([block.step * gain_of(block.gains[i]) for block in blocks])
+        y = mx.array(values).T.astype(mx.float32) * mx.array(units.astype(np.float32))[:, None]
+        x = y @ _matrix(basis)[:used] + mx.array(basis.mean.reshape(-1))
+        pieces.append(x.reshape(-1, basis.heads, dim).transpose(1, 0, 2))
+    positions = np.concatenate(
+        [np.arange(block.start, block.start + n) for block, n in zip(blocks, counts, strict=True)]
+    )
+    whole = mx.concatenate(pieces, axis=0)
+    whole = _turn(whole, calibration, name, positions).astype(dtype)
+    ends = np.cumsum(counts)
+    return [
+        _with_sinks(whole[:, end - n : end], block, dtype, heads, dim)
+        for block, n, end in zip(blocks, counts, ends, strict=True)
+    ]
+
+
+def _used(rows: np.ndarray) -> int:
+    """Rows up to the last one that isn't all zero."""
+    busy = np.flatnonzero(rows.any(axis=1))
+    return int(busy[-1]) + 1 if len(busy) else 1
+
+
+def _turn(x: mx.array, calibration: Calibration, name: str, positions: np.ndarray) -> mx.array:
+    runs = calibration.rotary.get(name, ())
+    if not runs:
+        return x
+    parts, at = [], 0
+    for first, heads, rotary in runs:
+        parts += [x[at:first], _rotate(x[first : first + heads], rotary, positions)]
+        at = first + heads
+    return mx.concatenate([part for part in [*parts, x[at:]] if part.shape[0]], axis=0)
+
+
+def _rotate(x: mx.array, rotary: Rotary, positions: np.ndarray) -> mx.array:
+    """As `Rotary.turn`, for ``[heads, tokens, dim]`` at these positions."""
+    pairs = len(rotary.rates)
+    angle = np.outer(positions, np.array(rotary.rates, np.float64))
+    cos = mx.array((np.cos(angle) * rotary.scale).astype(np.float32))
+    sin = mx.array((np.sin(angle) * rotary.scale).astype(np.float32))
+    turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    if rotary.interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        both = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(turned.shape)
+    else:
+        a, b = turned[..., :pairs], turned[..., pairs:]
+        both = mx.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    return mx.concatenate([both, rest], axis=-1) if rest.shape[-1] else both
+
+
+def _with_sinks(x: mx.array, block: Numbers, dtype: mx.Dtype, heads: int, dim: int) -> mx.array:
+    sinks = memoryview(block.sinks).nbytes // (heads * dim * dtype.size)
+    if not sinks:
+        return x
+    exact = mx.array(np.frombuffer(block.sinks, np.uint8)).view(dtype).reshape(heads, sinks, dim)
+    return mx.concatenate([exact, x], axis=1)
+
+
+_matrices: dict[int, tuple[Basis, mx.array]] = {}
+
+
+def _matrix(basis: Basis) -> mx.array:
+    """The basis' decoding matrix as an array, made once (on the generation thread, as all here)."""
+    known = _matrices.get(id(basis))
+    if known is None or known[0] is not basis:
+        known = _matrices[id(basis)] = (basis, mx.array(basis.decode))
+        mx.eval(known[1])
+    return known[1]
