@@ -53,3 +53,10 @@ def quiet_logs(fleet: Fleet) -> Iterator[None]:
     for name, text in fleet.new_logs():
         assert "Traceback" not in text, f"{name}:\n{text[-3000:]}"
         assert "There is no Stream" not in text, f"{name}:\n{text[-3000:]}"
+
+
+@pytest.fixture
+def host_computes_batches(request: pytest.FixtureRequest, kind: str, fleet: Fleet) -> None:
+    """Marks what the stock server itself gets wrong: ragged hybrid batches before 0.32."""
+    if kind.startswith("hybrid") and not fleet.host.at_least("0.32.0"):
+        request.applymarker(pytest.mark.xfail(reason="wrong in the stock server", strict=False))

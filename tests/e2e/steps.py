@@ -9,11 +9,15 @@ from tests.harness.fleet import Fleet, ask
 from tests.harness.models import Model
 from tests.harness.server import Server
 
+MISS = range(0, 8)
+"""A miss: two unrelated texts may share a first word or two, and chats their first markers."""
+
 
 def served(
     fleet: Fleet,
     server: Server,
     model: Model,
+    /,
     *,
     cached: int | range | None = None,
     args: tuple[str, ...] = (),

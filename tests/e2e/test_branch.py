@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.steps import served, shared_prefix
+from tests.e2e.steps import MISS, served, shared_prefix
 from tests.harness.fleet import BLOCK, Fleet
 from tests.harness.models import Model, text_of
 
@@ -23,7 +23,7 @@ def test_c3_branch(fleet: Fleet, model: Model, kind: str, seed: int, extra: dict
     common = shared_prefix(model.tokens(x), model.tokens(y))
     checkpoint = 300 if kind == "full" else STRIDE
 
-    served(fleet, server, model, prompt=x, cached=0, **extra)
+    served(fleet, server, model, prompt=x, cached=MISS, **extra)
     served(fleet, server, model, prompt=y, cached=range(checkpoint, common + 1), **extra)
     served(fleet, server, model, prompt=x, cached=325, **extra)
     served(fleet, server, model, prompt=y, cached=325, **extra)
@@ -34,7 +34,7 @@ def test_a_prompt_cut_short(fleet: Fleet, model: Model, kind: str, seed: int) ->
     server = fleet.shared(model)
     words = text_of(600, seed).split()
     whole = _join(words)
-    served(fleet, server, model, prompt=whole, cached=0)
+    served(fleet, server, model, prompt=whole, cached=MISS)
     checkpoint = 299 if kind == "full" else STRIDE
     served(fleet, server, model, prompt=_join(words[:300]), cached=range(checkpoint, 300))
     words[400] = "year" if words[400] != "year" else "home"

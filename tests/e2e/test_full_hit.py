@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.steps import added, counts, served
+from tests.e2e.steps import MISS, added, counts, served
 from tests.e2e.test_controls import exact_hit
 from tests.harness.compare import assert_same
 from tests.harness.fleet import Fleet
@@ -25,10 +25,10 @@ def test_c1_full_hit(
     before = counts(server)
 
     answers = [
-        served(fleet, server, model, prompt=a, cached=0),
+        served(fleet, server, model, prompt=a, cached=MISS),
         served(fleet, server, model, prompt=shorter, cached=range(0, 149)),
         served(fleet, server, model, prompt=a, cached=150 if skip_logic == "1" else range(1, 150)),
-        served(fleet, server, model, prompt=text_of(90, seed + 1), cached=0),
+        served(fleet, server, model, prompt=text_of(90, seed + 1), cached=MISS),
     ]
 
     assert answers[2].usage["context_pilot"]["skip"] == ("full" if skip_logic == "1" else "none")
@@ -62,7 +62,7 @@ def test_c2_repeat(
     """Three times: the second and third hit in full, and using a snapshot leaves it unchanged."""
     server = fleet.shared(model)
     prompt = text_of(length, seed)
-    first = served(fleet, server, model, prompt=prompt, cached=0, **extra)
+    first = served(fleet, server, model, prompt=prompt, cached=MISS, **extra)
     for _ in range(2):
         answer = served(fleet, server, model, prompt=prompt, cached=length, **extra)
         assert_same(first, answer)
@@ -74,7 +74,7 @@ def test_a_hit_on_one_path_serves_the_other(fleet: Fleet, model: Model, seed: in
     ways = [({}, {"seed": 5}), ({"seed": 5}, {})]
     for i, (store, restore) in enumerate(ways):
         prompt = text_of(150, seed + i)
-        served(fleet, server, model, prompt=prompt, cached=0, **store)
+        served(fleet, server, model, prompt=prompt, cached=MISS, **store)
         served(fleet, server, model, prompt=prompt, cached=150, **restore)
 
 
@@ -82,9 +82,9 @@ def test_one_token_and_default_block_size(fleet: Fleet, model: Model, seed: int)
     """The shortest prompt, and a long one in blocks of 256."""
     server = fleet.shared(model, env={"THUNDER_BLOCK_TOKENS": None})
     one = text_of(1, seed)
-    served(fleet, server, model, prompt=one, cached=0)
+    served(fleet, server, model, prompt=one, cached=MISS)
     served(fleet, server, model, prompt=one, cached=1)
     long = text_of(600, seed + 1)
-    served(fleet, server, model, prompt=long, cached=0)
+    served(fleet, server, model, prompt=long, cached=MISS)
     served(fleet, server, model, prompt=long, cached=600)
     served(fleet, server, model, prompt=long + text_of(30, seed + 2), cached=range(512, 601))

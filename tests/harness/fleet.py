@@ -78,7 +78,7 @@ class Fleet:
         return server.start()
 
     def expected(
-        self, model: Model, *, args: Sequence[str] = (), telling: bool = True, **request: Any
+        self, model: Model, /, *, args: Sequence[str] = (), telling: bool = True, **request: Any
     ) -> Answer:
         """The stock server's answer to a request, computed without any cache.
 
@@ -86,8 +86,7 @@ class Fleet:
         has THUNDER=0 and its own prompt cache off, so that it answers like a freshly started one
         (test_controls.py checks that); it is kept for the next question.
         """
-        weights = (model.path / "model.safetensors").stat()
-        where = [str(model.path), weights.st_ino, weights.st_mtime_ns, *args]
+        where = [str(model.path), model.digest(), *args]
         key = json.dumps([where, request], sort_keys=True)
         if key not in self._answers:
             name = json.dumps(["reference", where])

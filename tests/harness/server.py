@@ -78,6 +78,10 @@ class Server(Client):
         """SIGTERM, then SIGKILL when that does not help; the exit status."""
         return self._end(signal.SIGTERM)
 
+    def interrupt(self) -> int:
+        """SIGINT, as Ctrl-C sends it; the exit status."""
+        return self._end(signal.SIGINT)
+
     def kill(self) -> int:
         """SIGKILL for the whole process group; the exit status."""
         return self._end(signal.SIGKILL)
@@ -145,7 +149,9 @@ class Server(Client):
         kept = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("THUNDER", "PYTHON", "MLX", "HF_", "LD_PRELOAD", "XDG_"))
+            if not name.startswith(
+                ("THUNDER", "HARNESS", "PYTHON", "MLX", "HF_", "LD_PRELOAD", "XDG_")
+            )
         }
         home = self.folder / "home"
         env: dict[str, str | None] = {
@@ -155,7 +161,7 @@ class Server(Client):
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": str(TRACE),
-            "THUNDER_TEST_TRACE": str(self.trace_file),
+            "HARNESS_TRACE": str(self.trace_file),
             "THUNDER_CACHE_DIR": str(self.cache_dir),
             **self.env,
         }

@@ -1,11 +1,11 @@
 """Loaded by test servers only (first on their PYTHONPATH): watches the host, injects faults.
 
-Does nothing unless THUNDER_TEST_TRACE names a file. Then it
+Does nothing unless HARNESS_TRACE names a file. Then it
 
 - appends one JSON line for each call of a loaded model: {"batch": rows, "width": tokens a row};
 - before a call, obeys a fault file (the same name with ".fault"): {"skip": n, "error": text} raises
   RuntimeError(text) at the n-th further call, {"skip": n, "sleep": seconds} waits there;
-- with THUNDER_TEST_SLOW_WRITES=seconds waits that long before each rename of a file to a name
+- with HARNESS_SLOW_WRITES=seconds waits that long before each rename of a file to a name
   under THUNDER_CACHE_DIR, on the thread that renames.
 
 It knows one host function, mlx_lm.utils.load_model, and nothing of thunder_patches.
@@ -116,10 +116,10 @@ def _slow_writes(folder, seconds):
 
 
 def _main():
-    path = os.environ.get("THUNDER_TEST_TRACE")
+    path = os.environ.get("HARNESS_TRACE")
     if path:
         sys.meta_path.insert(0, _Finder(_Watch(path)))
-    seconds = os.environ.get("THUNDER_TEST_SLOW_WRITES")
+    seconds = os.environ.get("HARNESS_SLOW_WRITES")
     if seconds:
         _slow_writes(os.environ["THUNDER_CACHE_DIR"], float(seconds))
 
