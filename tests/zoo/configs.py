@@ -251,8 +251,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"use_bias": False, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},
     "exaone": {"num_layers": 3},
     "exaone4": {"num_hidden_layers": 4, "rope_scaling": None, "sliding_window_pattern": "LLGL"},
-    "exaone_moe": MOE
-    | {"layer_types": [SLIDE, SLIDE, FULL], "is_moe_layer": [False, True, True]},
+    "exaone_moe": MOE | {"layer_types": [SLIDE, SLIDE, FULL], "is_moe_layer": [False, True, True]},
     "falcon_h1": MAMBA,
     "gear": {
         "num_hidden_layers": 4,
@@ -693,7 +692,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral+max_kv_size": ("mixtral", {}),
     "nemotron_h+moe": (
         "nemotron_h",
-        {"hybrid_override_pattern": ["M", "E", "*", "M", "-"], "moe_shared_expert_intermediate_size": 32},
+        {
+            "hybrid_override_pattern": ["M", "E", "*", "M", "-"],
+            "moe_shared_expert_intermediate_size": 32,
+        },
     ),
     "minimax_m3_vl+dense": ("minimax_m3_vl", {"text": {"index_block_size": None}}),
 }

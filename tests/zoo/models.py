@@ -114,4 +114,3 @@ def _randomise(model: nn.Module) -> None:
         elif value.dtype == mx.uint32:
             changed.append((path, mx.random.randint(0, 2**31, value.shape).astype(mx.uint32)))
     model.update(tree_unflatten(changed))
-

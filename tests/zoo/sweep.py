@@ -17,7 +17,6 @@ import json
 import math
 import sys
 import tempfile
-import time
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ from thunder_patches.hosts.runtime import Runtime
 from thunder_patches.hosts.session import Family, Hit, Session
 from thunder_patches.observe.counters import Counters
 from thunder_patches.patching import compat
-from thunder_patches.tensors.layers import UnsupportedCache
+from thunder_patches.tensors.layers import UnsupportedCache, describe
 
 BLOCK = 64
 GRID = 256
@@ -87,15 +86,16 @@ class Outcome:
 def sweep(name: str, folder: Path) -> Outcome:
     """Measure how `name` behaves, then store and restore at several points in `folder`."""
     model = models.build(name)
+    try:
+        describe(models.make_cache(name, model))
+    except UnsupportedCache as error:
+        return Outcome(Entry("no", "hybrid", reason=str(error)))
     entry = _behaviour(name, model)
     if entry.result == "no":
         return Outcome(entry)
     trial = Trial(name, model, entry, folder)
     outcome = Outcome(entry)
-    try:
-        trial.fill()
-    except UnsupportedCache as error:
-        return Outcome(replace(entry, result="no", reason=str(error)))
+    trial.fill()
     trial.restore(outcome)
     worst = max(outcome.points.values(), default=0.0)
     if worst >= UNSTABLE:
@@ -228,10 +228,12 @@ class Trial:
 
     def _batched(self, hit: Hit) -> float:
         """The same as a batch of one, which has cache classes of its own."""
-        fresh = [cache.merge([cache]) for cache in models.make_cache(self.name, self.model)]
-        cold = self._run(fresh, 0)
         merged = [cache.merge([cache]) for cache in adopt(hit.caches)]
-        return difference(self._run(merged, hit.length), cold[hit.length :])
+        restored = self._run(merged, hit.length)
+        if not difference(restored, self.cold[hit.length :]):
+            return 0.0
+        fresh = [cache.merge([cache]) for cache in models.make_cache(self.name, self.model)]
+        return difference(restored, self._run(fresh, 0)[hit.length :])
 
 
 class WrongStore(CacheStore):
@@ -343,10 +345,9 @@ def main() -> int:
     mx.set_default_device(mx.cpu)
     outcomes: dict[str, Outcome] = {}
     for name in options.names or models.names() + models.variants():
-        began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             outcomes[name] = sweep(name, Path(folder))
-        print(_line(name, outcomes[name], time.monotonic() - began), flush=True)
+        print(line(name, outcomes[name]), flush=True)
     families = {name: o.entry for name, o in outcomes.items() if name not in models.variants()}
     share = sum(entry.result == "exact" for entry in families.values()) / max(len(families), 1)
     print(f"{len(families)} architectures, {share:.1%} exact")
@@ -366,15 +367,18 @@ def main() -> int:
     return int(any(outcome.problems for outcome in outcomes.values()))
 
 
-def _line(name: str, outcome: Outcome, seconds: float) -> str:
+def line(name: str, outcome: Outcome) -> str:
+    """What was found, on one line."""
     entry = outcome.entry
     what = f"{entry.result} {entry.kind} cuts {entry.cuts} decode {entry.decode}"
     if entry.result == "no":
-        return f"{name:24s} no: {entry.reason} [{seconds:.1f} s]"
-    points = ", ".join(f"{at}: {value:.0e}" if value else at for at, value in outcome.points.items())
+        return f"{name:24s} no: {entry.reason}"
+    points = ", ".join(
+        f"{at}: {value:.0e}" if value else at for at, value in outcome.points.items()
+    )
     problems = f" PROBLEM {'; '.join(outcome.problems)}" if outcome.problems else ""
     control = f"control {outcome.control:.0e}"
-    return f"{name:24s} {what} [{points}] {control} [{seconds:.1f} s]{problems}"
+    return f"{name:24s} {what} [{points}] {control}{problems}"
 
 
 if __name__ == "__main__":
