@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.contract.conftest import Environment
+from tests.contract.conftest import ROOT, Environment, make
 
 FINDERS = (
     "import sys; print(sum(getattr(f, '__name__', '') == 'HostFinder' for f in sys.meta_path))"
@@ -90,6 +92,17 @@ def test_two_start_files_are_one_start(from_wheel: Environment) -> None:
         assert from_wheel.says(FINDERS) == "1"
     finally:
         second.unlink()
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_uninstalling_leaves_nothing(tmp_path: Path, wheel: Path, kind: str) -> None:
+    what = [str(wheel)] if kind == "wheel" else ["--editable", str(ROOT)]
+    gone = make(tmp_path / "gone", what)
+    assert gone.says(FINDERS) == "1"
+    pip = [sys.executable, "-m", "pip", "--python", str(gone.python)]
+    subprocess.run([*pip, "uninstall", "-q", "-y", "thunder-patches"], check=True, timeout=60)
+    assert gone.says(FINDERS) == "0"
+    assert not [file.name for file in gone.site.iterdir() if "thunder" in file.name]
 
 
 def test_nothing_but_boot_is_loaded(environment: Environment, bare: Environment) -> None:

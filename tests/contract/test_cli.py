@@ -74,6 +74,22 @@ def test_doctor_says_that_nothing_starts(from_wheel: Environment) -> None:
     assert start["level"] == "error" and "pip install" in start["advice"]
 
 
+def test_doctor_notices_a_second_copy(
+    from_wheel: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copies() -> list[str]:
+        return [each.text for each in doctor._copies()]
+
+    monkeypatch.setattr(sys, "path", [str(from_wheel.site)])
+    assert copies() == []
+    other = tmp_path / "thunder_patches-0.0.1.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Name: thunder-patches\nVersion: 0.0.1\n")
+    monkeypatch.setattr(sys, "path", [str(from_wheel.site), str(tmp_path)])
+    [text] = copies()
+    assert str(tmp_path) in text and str(from_wheel.site) in text
+
+
 def test_doctor_names_settings_that_are_wrong(tmp_path: Path) -> None:
     wanted = settings(tmp_path, THUNDER_SDD_CACHE="1", THUNDER_CODEC="zip")
     warned = [each.text for each in findings(wanted)["settings"] if each.level == "warning"]

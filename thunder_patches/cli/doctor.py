@@ -73,6 +73,7 @@ def doctor(
 def examine(wanted: Settings) -> Iterator[Finding]:
     """Everything there is to say, without importing a host."""
     yield Finding("ok", "package", f"thunder {__version__}, Python {sys.version.split()[0]}")
+    yield from _copies()
     yield from _start(wanted)
     yield from _settings(wanted)
     yield from _mlx()
@@ -95,6 +96,14 @@ def _start(wanted: Settings) -> Iterator[Finding]:
             f"does not start with {sys.executable}: thunder_patches.pth is in no site folder of it",
             "pip install thunder-patches again, with this Python; python -S never reads such files",
         )
+
+
+def _copies() -> Iterator[Finding]:
+    found = importlib.metadata.distributions(name="thunder-patches")
+    places = sorted({str(each.locate_file("")) for each in found})
+    if len(places) > 1:
+        text = f"installed more than once: {', '.join(places)}; the first on the path runs"
+        yield Finding("warning", "package", text, "pip uninstall thunder-patches from all but one")
 
 
 def _settings(wanted: Settings) -> Iterator[Finding]:
