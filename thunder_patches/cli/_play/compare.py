@@ -46,6 +46,13 @@ class Comparison:
         if problem:
             self.problems.append(f"{expected.label}: {problem}")
 
+    def add_scored(self, label: str, expected: Scored, found: Scored) -> None:
+        """Compare one pair of answers that were not timed."""
+        self.requests += 1
+        _, problem = self._scored(expected, found)
+        if problem:
+            self.problems.append(f"{label}: {problem}")
+
     def add_all(self, expected: Iterable[Reply], found: Iterable[Reply]) -> None:
         """Compare pair by pair; one missing on either side raises ValueError."""
         for one, other in zip(expected, found, strict=True):
