@@ -25,6 +25,7 @@ from tests.harness.models import ModelFactory
 PLUGIN = """
 import functools
 import threading
+import time
 
 
 def wrapped(method):
@@ -41,17 +42,23 @@ def wrap(cls):
     cls.do_GET = wrapped(cls.do_GET)
 
 
+def once_patched(cls, act):
+    original = vars(cls)["do_GET"]
+
+    def wait():
+        while vars(cls)["do_GET"] is original:
+            time.sleep(0.02)
+        act(original)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def wrap_later(cls):
-    threading.Timer(1.0, wrap, [cls]).start()
+    once_patched(cls, lambda original: wrap(cls))
 
 
 def replace_later(cls):
-    original = vars(cls)["do_GET"]
-
-    def replace():
-        cls.do_GET = wrapped(original)
-
-    threading.Timer(1.0, replace).start()
+    once_patched(cls, lambda original: setattr(cls, "do_GET", wrapped(original)))
 """
 
 
@@ -230,7 +237,7 @@ def test_plugin_that_came_later(
     cache = strange.environment.folder / "cache" / "run"
     with strange.serving() as server:
         assert "routes" not in server.line
-        for _ in range(100):
+        for _ in range(600):
             [file] = cache.glob("*.json")
             routes = json.loads(file.read_text())["features"]["routes"]
             if routes["state"] == "displaced":
