@@ -18,7 +18,7 @@ from thunder_patches.codec.kvtc import Kvtc
 from thunder_patches.codec.numbers import to_float32
 from thunder_patches.codec.rotary import Rotary
 from thunder_patches.tensors import kvtc_decode
-from thunder_patches.tensors.calibrate import Collector, calibrate
+from thunder_patches.tensors.calibrate import TARGETS, Collector, calibrate
 from thunder_patches.tensors.rope import UnknownRotary, check, rotary_of
 
 LLAMA3 = {
@@ -150,7 +150,7 @@ def test_calibration_end_to_end_and_resumed(tmp_path) -> None:
     assert whole.steps["high"] < whole.steps["balanced"] < whole.steps["small"]
     held = whole.measured["held_out"]
     assert held["high"]["ratio"] < held["balanced"]["ratio"] < held["small"]["ratio"]
-    for quality, target in (("high", 0.0015), ("balanced", 0.004), ("small", 0.015)):
+    for quality, target in TARGETS.items():
         assert held[quality]["kl"] == pytest.approx(target, rel=0.5)
 
     class Stop(Exception):

@@ -79,18 +79,11 @@ def bundled_texts() -> list[str]:
         for entry in sorted(data.iterdir(), key=lambda entry: entry.name)
         if entry.name.endswith(".txt")
     ]
-    source, size = [], 0
-    for entry in sorted(_sources(resources.files("thunder_patches.cache")), key=lambda e: e.name):
-        text = entry.read_text(encoding="utf-8")
-        size += len(text)
-        if size > OWN_CODE:
-            break
-        source.append(text)
-    return [*texts, "\n\n".join(source)]
-
-
-def _sources(folder: Any) -> Iterator[Any]:
-    return (entry for entry in folder.iterdir() if entry.name.endswith(".py"))
+    package = sorted(resources.files("thunder_patches.cache").iterdir(), key=lambda e: e.name)
+    source = "\n\n".join(
+        entry.read_text(encoding="utf-8") for entry in package if entry.name.endswith(".py")
+    )
+    return [*texts, source[:OWN_CODE]]
 
 
 def _load(name: str) -> tuple[Any, Callable[[], Any], Callable[[str], list[int]], str]:

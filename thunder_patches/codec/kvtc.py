@@ -40,7 +40,8 @@ class Numbers:
     Args:
         sinks: the first tokens as raw bytes, ``[heads, sinks, dim]`` of the tensor's dtype.
         values: ``[rows of y, tokens]``, the bases' rows one after another; int8, int16 or float32.
-        gains: ``[bases, tokens]``, int8, see `gain`.
+        used: per basis, how many of its rows there are up to the last that isn't all zero.
+        gains: ``[bases, tokens]``, int8, see `gain_for`.
         step: what one unit is worth at gain 0.
         start: position of the first coded token.
     """
@@ -48,6 +49,7 @@ class Numbers:
     calibration: Calibration
     sinks: Buffer
     values: np.ndarray
+    used: tuple[int, ...]
     gains: np.ndarray
     step: float
     start: int
@@ -162,13 +164,15 @@ class Kvtc:
             raise CodecError(f"{spec.name}: the payload ends inside the sinks")
         ranks = [basis.rank for basis in calibration.bases[spec.name]]
         if mode == "steps":
-            step, gains, values = _unpack_steps(params, payload[at:], ranks, tokens - sinks)
+            step, gains, values, busy = _unpack_steps(params, payload[at:], ranks, tokens - sinks)
         elif mode == "groups":
             step, gains = 1.0, np.zeros((len(ranks), tokens - sinks), np.int8)
             values = _unpack_groups(params, payload[at:], ranks, tokens - sinks)
+            busy = np.ones(len(values), bool)
         else:
             raise CodecError(f"{spec.name}: unknown mode {mode!r}")
-        return Numbers(calibration, payload[:at], values, gains, step, header.start + sinks)
+        used = _used(busy, ranks)
+        return Numbers(calibration, payload[:at], values, used, gains, step, header.start + sinks)
 
     def decode(self, spec: TensorSpec, coded: Coded, header: Header) -> Buffer:
         numbers = self.unpack(spec, coded, header)
@@ -178,13 +182,12 @@ class Kvtc:
         values[:, :sinks] = to_float32(numbers.sinks, spec.dtype).reshape(heads, sinks, dim)
         first = 0
         coded_part = np.empty((heads, tokens - sinks, dim), np.float32)
-        for basis, gain in zip(numbers.calibration.bases[spec.name], numbers.gains, strict=True):
-            y = (
-                numbers.values[first : first + basis.rank].T
-                * (numbers.step * gain_of(gain))[:, None]
-            )
+        bases = numbers.calibration.bases[spec.name]
+        for basis, used, gain in zip(bases, numbers.used, numbers.gains, strict=True):
+            unit = (numbers.step * gain_of(gain)).astype(np.float32)
+            y = numbers.values[first : first + used].T * unit[:, None]
             first += basis.rank
-            x = y.astype(np.float32) @ basis.decode + basis.mean.reshape(-1)
+            x = y @ basis.decode[:used] + basis.mean.reshape(-1)
             part = slice(basis.first, basis.first + basis.heads)
             coded_part[part] = x.reshape(tokens - sinks, basis.heads, dim).transpose(1, 0, 2)
         values[:, sinks:] = numbers.calibration.turn(spec.name, coded_part, numbers.start)
@@ -257,15 +260,22 @@ def _with_sinks(spec: TensorSpec, data: memoryview, exact: Buffer, sinks: int) -
 
 def _unpack_steps(
     params: Params, payload: memoryview, ranks: list[int], tokens: int
-) -> tuple[float, np.ndarray, np.ndarray]:
+) -> tuple[float, np.ndarray, np.ndarray, np.ndarray]:
     step = float(take(params, "step", (int, float)))
     if not 0 < step < float("inf"):
         raise CodecError(f"expected a positive step, found {step}")
     parts = take(params, "gains", list)
     middle = sum(_stored(part) for part in parts)
     gains = split_parts(Coded("", payload[:middle], {"parts": parts}), [len(ranks) * tokens])[0]
-    values = unpack(params.get("numbers"), payload[middle:], sum(ranks), tokens)
-    return step, np.clip(gains.view(np.int8), *GAIN_RANGE).reshape(len(ranks), tokens), values
+    values, busy = unpack(params.get("numbers"), payload[middle:], sum(ranks), tokens)
+    signed = np.clip(gains.view(np.int8), *GAIN_RANGE).reshape(len(ranks), tokens)
+    return step, signed, values, busy
+
+
+def _used(busy: np.ndarray, ranks: list[int]) -> tuple[int, ...]:
+    """For each basis the number of rows up to its last busy one."""
+    parts = np.split(busy, np.cumsum(ranks)[:-1])
+    return tuple(int(np.flatnonzero(part)[-1]) + 1 if part.any() else 0 for part in parts)
 
 
 def _unpack_groups(

@@ -68,8 +68,14 @@ def pack(numbers: np.ndarray) -> tuple[list[list[Any]], bytes]:
     return [lengths, *entries], payload
 
 
-def unpack(parts: Any, payload: bytes | memoryview, rows: int, length: int) -> np.ndarray:
-    """int8 ``[rows, length]``, or int16 where some number needs it; raises CodecError."""
+def unpack(
+    parts: Any, payload: bytes | memoryview, rows: int, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers ``[rows, length]``, int8 or if need be int16, and which rows aren't all zero.
+
+    Raises:
+        CodecError: when this isn't what `pack` made of such a matrix.
+    """
     if not (isinstance(parts, list) and len(parts) >= 5 and _sizes(parts[0], rows * length)):
         raise CodecError(f"expected the parts of packed numbers, found {str(parts)[:80]}")
     (count, *gaps), entries = parts[0], parts[1:]
@@ -83,7 +89,9 @@ def unpack(parts: Any, payload: bytes | memoryview, rows: int, length: int) -> n
     _, at_row, at_column, large, *packed = split_parts(
         Coded("", payload, {"parts": entries}), [rows, *[2 * count] * 3, *sizes]
     )
-    out = np.zeros((rows, length), np.int16 if count else np.int8)
+    values = large.view("<i2")
+    wide = count and max(-int(values.min()), int(values.max())) > 127
+    out = np.zeros((rows, length), np.int16 if wide else np.int8)
     for i, member, data in zip(used, members, packed, strict=True):
         alphabet = _alphabet(i)
         if alphabet.each:
@@ -94,8 +102,8 @@ def unpack(parts: Any, payload: bytes | memoryview, rows: int, length: int) -> n
         where = at_row.view("<u2"), at_column.view("<u2")
         if where[0].max() >= rows or where[1].max() >= length:
             raise CodecError("a large number lies outside the matrix")
-        out[where] = large.view("<i2")
-    return out
+        out[where] = values
+    return out, classes > 0
 
 
 def _classify(size: np.ndarray) -> np.ndarray:

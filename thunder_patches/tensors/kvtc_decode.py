@@ -20,34 +20,26 @@ def decode(name: str, blocks: Sequence[Numbers], dtype: mx.Dtype) -> list[mx.arr
     """
     calibration = blocks[0].calibration
     heads, dim = calibration.rows[name]
-    bases = calibration.bases[name]
     counts = [block.values.shape[1] for block in blocks]
-    first = np.concatenate([[0], np.cumsum([basis.rank for basis in bases])])
-    pieces = []
-    for i, basis in enumerate(bases):
-        rows = [block.values[first[i] : first[i + 1]] for block in blocks]
-        used = max(_used(part) for part in rows)
-        values = np.concatenate([part[:used] for part in rows], axis=1)
+    pieces, first = [], 0
+    for i, basis in enumerate(calibration.bases[name]):
+        used = max(1, *(block.used[i] for block in blocks))
+        rows = [mx.array(block.values[first : first + used]) for block in blocks]
+        first += basis.rank
         units = np.concatenate([block.step * gain_of(block.gains[i]) for block in blocks])
-        y = mx.array(values).T.astype(mx.float32) * mx.array(units.astype(np.float32))[:, None]
+        y = mx.concatenate(rows, axis=1).T.astype(mx.float32)
+        y = y * mx.array(units.astype(np.float32))[:, None]
         x = y @ _matrix(basis)[:used] + mx.array(basis.mean.reshape(-1))
         pieces.append(x.reshape(-1, basis.heads, dim).transpose(1, 0, 2))
     positions = np.concatenate(
         [np.arange(block.start, block.start + n) for block, n in zip(blocks, counts, strict=True)]
     )
-    whole = mx.concatenate(pieces, axis=0)
-    whole = _turn(whole, calibration, name, positions).astype(dtype)
+    whole = _turn(mx.concatenate(pieces, axis=0), calibration, name, positions).astype(dtype)
     ends = np.cumsum(counts)
     return [
         _with_sinks(whole[:, end - n : end], block, dtype, heads, dim)
         for block, n, end in zip(blocks, counts, ends, strict=True)
     ]
-
-
-def _used(rows: np.ndarray) -> int:
-    """Rows up to the last one that isn't all zero."""
-    busy = np.flatnonzero(rows.any(axis=1))
-    return int(busy[-1]) + 1 if len(busy) else 1
 
 
 def _turn(x: mx.array, calibration: Calibration, name: str, positions: np.ndarray) -> mx.array:
