@@ -123,7 +123,7 @@ def one_shape(shape: dict[str, Any], repeats: int) -> dict[str, Any]:
     fused = Block.__new__(Block)
     nn.Module.__init__(fused)
     fused.norm = stock.norm
-    fused.experts = fusion._twin(stock.experts, fusion.stack(*projections(stock)))
+    fused.experts = fusion.twin(stock.experts, fusion.stack(*projections(stock)))
     fused.eval()
     found: dict[str, Any] = {"bits": {}, "layer": {}}
     for name, rows, tokens in (

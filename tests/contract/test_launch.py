@@ -135,7 +135,11 @@ def raw(target):
     return vars(owner).get(name)
 
 
-targets = sorted({p.target for p in catalogue.PATCHES if p.host == "mlx_lm"})
+from thunder_patches.config import Settings
+
+off = {f.name for f in catalogue.FEATURES if f.switch and not getattr(Settings(), f.switch)}
+on = [p for p in catalogue.PATCHES if p.host == "mlx_lm" and p.feature not in off]
+targets = sorted({p.target for p in on})
 before = {target: raw(target) for target in targets}
 import mlx_lm.server as server
 args = argparse.Namespace(

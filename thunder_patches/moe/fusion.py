@@ -66,7 +66,7 @@ def fuse(
         compare_speed = mx.default_device().type == mx.DeviceType.gpu
     report = Report()
     verdicts: dict[tuple, str | None] = {}
-    dtype = _activation_dtype(model)
+    dtype = activation_dtype(model)
     kept_out = None if any_family else why_not_family(model)
     for layer in switch_layers(model):
         reason = why_not(layer) or kept_out
@@ -130,21 +130,21 @@ def _fuse_layer(
     layer: Layer, verdicts: dict[tuple, str | None], dtype: mx.Dtype, compare_speed: bool
 ) -> str | None:
     """Fuse one layer; the reason if its form turns out to be better left alone."""
-    form = _form(layer.glu)
-    if verdicts.get(form) is not None:
-        return verdicts[form]
+    key = form(layer.glu)
+    if verdicts.get(key) is not None:
+        return verdicts[key]
     gate, up = layer.glu.gate_proj, layer.glu.up_proj
     mx.eval(arrays(gate), arrays(up))
     stacked = stack(gate, up)
-    if form not in verdicts:
-        verdicts[form] = _try_out(layer.glu, stacked, dtype, compare_speed)
-        if verdicts[form] is not None:
-            return verdicts[form]
+    if key not in verdicts:
+        verdicts[key] = try_out(layer.glu, stacked, dtype, compare_speed)
+        if verdicts[key] is not None:
+            return verdicts[key]
     join(gate, up, stacked)
     return None
 
 
-def _form(glu: nn.Module) -> tuple:
+def form(glu: nn.Module) -> tuple:
     """What the choice of kernels depends on."""
     projections = (glu.gate_proj, glu.down_proj)
     shapes = tuple(
@@ -160,9 +160,7 @@ def _form(glu: nn.Module) -> tuple:
     return shapes, modes, type(glu.activation).__name__
 
 
-def _try_out(
-    glu: nn.Module, stacked: nn.Module, dtype: mx.Dtype, compare_speed: bool
-) -> str | None:
+def try_out(glu: nn.Module, stacked: nn.Module, dtype: mx.Dtype, compare_speed: bool) -> str | None:
     """Run `glu` as it is and with the stacked projection, side by side; the reason against it."""
     try:
         inputs = [_input(glu, count, dtype) for count in CHECKED_TOKENS]
@@ -170,7 +168,7 @@ def _try_out(
         mx.eval(expected)
     except Exception as error:
         return f"can't be checked: its own form doesn't run here ({_first_line(error)})"
-    fused = _twin(glu, stacked)
+    fused = twin(glu, stacked)
     try:
         for count, entry, wanted in zip(CHECKED_TOKENS, inputs, expected, strict=True):
             if not mx.array_equal(fused(*entry), wanted, equal_nan=True):
@@ -180,15 +178,15 @@ def _try_out(
         return f"the fused form doesn't run here ({_first_line(error)})"
 
 
-def _twin(glu: nn.Module, stacked: nn.Module) -> nn.Module:
+def twin(glu: nn.Module, stacked: nn.Module) -> nn.Module:
     """A fused SwitchGLU beside `glu`: everything else is shared, `glu` stays as it is."""
-    twin = like(glu, type(glu))
+    fused = like(glu, type(glu))
     for name, value in glu.items():
-        twin[name] = value
+        fused[name] = value
     for name in ("gate_proj", "up_proj"):
-        twin[name] = like(glu[name], type(glu[name]))
-    join(twin["gate_proj"], twin["up_proj"], stacked)
-    return twin
+        fused[name] = like(glu[name], type(glu[name]))
+    join(fused["gate_proj"], fused["up_proj"], stacked)
+    return fused
 
 
 def _input(glu: nn.Module, tokens: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
@@ -229,7 +227,7 @@ def _ratio(
     return median(t[0] for t in times) / median(t[1] for t in times)
 
 
-def _activation_dtype(model: nn.Module) -> mx.Dtype:
+def activation_dtype(model: nn.Module) -> mx.Dtype:
     """The dtype that activations have: most norms' weights', or float32."""
     norms = [m for m in model.modules() if isinstance(m, nn.RMSNorm | nn.LayerNorm)]
     dtypes = Counter(norm.weight.dtype for norm in norms if "weight" in norm)

@@ -37,12 +37,32 @@ FEATURES: tuple[Feature, ...] = (
         requires="ssd_cache",
     ),
     Feature("mixed_kv_bits", "--kv-bits works for models with sliding-window layers"),
+    Feature(
+        "moe_fusion", "gate and up of MoE layers in one launch, the same bits", switch="moe_fusion"
+    ),
+    # After moe_fusion: it wraps the same function, and must be asked first.
+    Feature(
+        "expert_streaming",
+        "experts stay on disk, the routed ones are read",
+        switch="expert_streaming",
+    ),
     Feature("routes", "/thunder/ on the host's port"),
 )
 
 
+_REUSE = "mlx_lm.server keeps prompt caches across restarts"
+_FUSED = "mlx-lm loads gate and up as one projection"
+_STREAMED = "mlx-lm reads experts when they are routed to"
+
+
 def _mlx_lm(
-    feature: str, module: str, attribute: str, wrapper: str, *, adds: bool = False
+    feature: str,
+    module: str,
+    attribute: str,
+    wrapper: str,
+    *,
+    adds: bool = False,
+    until: str = _REUSE,
 ) -> Patch:
     """A patch of mlx-lm's server, with a wrapper in ``hosts/mlx_lm``."""
     return Patch(
@@ -54,11 +74,19 @@ def _mlx_lm(
         wrapper=f"thunder_patches.hosts.mlx_lm.{wrapper}",
         versions=">=0.31.3,<0.33",
         adds=adds,
-        remove_when="mlx_lm.server keeps prompt caches across restarts",
+        remove_when=until,
     )
 
 
-def _omlx(feature: str, module: str, attribute: str, wrapper: str) -> Patch:
+def _omlx(
+    feature: str,
+    module: str,
+    attribute: str,
+    wrapper: str,
+    *,
+    eligibility: str = "",
+    until: str = "oMLX checksums its blocks and keeps logits and state at a prompt's end",
+) -> Patch:
     """A patch of oMLX, with a wrapper in ``hosts/omlx``; it decodes with mlx-lm's batch generator."""
     return Patch(
         id=f"omlx.{wrapper.replace(':', '.')}",
@@ -68,13 +96,21 @@ def _omlx(feature: str, module: str, attribute: str, wrapper: str) -> Patch:
         attribute=attribute,
         wrapper=f"thunder_patches.hosts.{wrapper}",
         versions=">=0.4.4rc1,<0.8",
-        remove_when="oMLX checksums its blocks and keeps logits and state at a prompt's end",
+        eligibility=eligibility,
+        remove_when=until,
     )
+
+
+def _experts(feature: str, attribute: str, wrapper: str, eligibility: str, until: str) -> Patch:
+    """A patch of mlx-lm's loading under oMLX, unless oMLX does the same itself."""
+    asks = f"thunder_patches.hosts.mlx_lm.moe:{eligibility}"
+    return _omlx(feature, _UTILS, attribute, f"mlx_lm.moe:{wrapper}", eligibility=asks, until=until)
 
 
 _SERVER = "mlx_lm.server"
 _CACHE = "mlx_lm.models.cache"
 _GENERATE = "mlx_lm.generate"
+_UTILS = "mlx_lm.utils"
 _SCHEDULER = "omlx.scheduler"
 
 PATCHES: tuple[Patch, ...] = (
@@ -111,6 +147,21 @@ PATCHES: tuple[Patch, ...] = (
         _GENERATE,
         "maybe_quantize_kv_cache",
         "serial:maybe_quantize_kv_cache",
+    ),
+    # the experts, when a model is loaded, and when they can't be read
+    _mlx_lm("moe_fusion", _UTILS, "load_model", "moe:fuse_loaded", until=_FUSED),
+    _mlx_lm("moe_fusion", _UTILS, "load_adapters", "moe:release_adapted", until=_FUSED),
+    _mlx_lm("expert_streaming", _UTILS, "load_model", "moe:stream_loaded", until=_STREAMED),
+    _mlx_lm("expert_streaming", _UTILS, "load_adapters", "moe:bring_in_adapted", until=_STREAMED),
+    _mlx_lm(
+        "expert_streaming", _GENERATE, "BatchGenerator.next", "moe:fail_requests", until=_STREAMED
+    ),
+    _mlx_lm(
+        "expert_streaming",
+        _SERVER,
+        "APIHandler.handle_completion",
+        "moe:answer_failed",
+        until=_STREAMED,
     ),
     # what the client sees
     _mlx_lm("ssd_cache", _SERVER, "APIHandler.generate_response", "usage:generate_response"),
@@ -155,6 +206,11 @@ PATCHES: tuple[Patch, ...] = (
     _omlx("ssd_cache", _GENERATE, "PromptProcessingBatch.generate", "mlx_lm.batched:generate"),
     _omlx("ssd_cache", _GENERATE, "GenerationBatch.__init__", "mlx_lm.batched:generation_init"),
     _omlx("ssd_cache", _GENERATE, "GenerationBatch.next", "mlx_lm.batched:generation_next"),
+    # oMLX: the experts; text models are loaded through mlx-lm
+    _experts("moe_fusion", "load_model", "fuse_loaded", "omlx_fuses", _FUSED),
+    _experts("moe_fusion", "load_adapters", "release_adapted", "omlx_fuses", _FUSED),
+    _experts("expert_streaming", "load_model", "stream_loaded", "omlx_streams", _STREAMED),
+    _experts("expert_streaming", "load_adapters", "bring_in_adapted", "omlx_streams", _STREAMED),
     # oMLX: what the client sees
     _omlx(
         "context_pilot", "omlx.server", "PromptTokensDetails", "omlx.usage:prompt_tokens_details"
