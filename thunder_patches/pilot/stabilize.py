@@ -63,6 +63,7 @@ def load_rules(*paths: Path) -> Rules:
     What is wrong in a user's file is named in ``problems``; the rest of it still counts.
     """
     rules: dict[str, Rule] = {}
+    off: set[str] = set()
     settings: dict[str, Any] = {}
     problems: list[str] = []
     for path in (BUILT_IN, *paths):
@@ -81,18 +82,25 @@ def load_rules(*paths: Path) -> Rules:
                 problems.append(f"{path.name}: canonical.{name} = {value!r} is not known")
         if isinstance(data.get("heading"), str) and data["heading"].strip():
             settings["heading"] = data["heading"].strip()
-        disable = data.get("disable", [])
-        for name in disable if isinstance(disable, list) else [disable]:
-            if rules.pop(str(name), None) is None:
-                problems.append(f"{path.name}: disable names {name!r}, which is no rule")
+        for key in ("disable", "enable"):
+            for name in _names(data, key):
+                if name not in rules:
+                    problems.append(f"{path.name}: {key} names {name!r}, which is no rule")
+                elif key == "enable":
+                    off.discard(name)
+                else:
+                    off.add(name)
         entries = data.get("rule", [])
         for number, entry in enumerate(entries if isinstance(entries, list) else [entries], 1):
             try:
                 rule = _rule(entry)
                 rules[rule.name] = rule
+                if entry.get("off") is True:
+                    off.add(rule.name)
             except (KeyError, TypeError, ValueError, re.error) as error:
                 problems.append(f"{path.name}: rule {number}: {error}")
-    return Rules(tuple(rules.values()), problems=tuple(problems), **settings)
+    used = tuple(rule for name, rule in rules.items() if name not in off)
+    return Rules(used, problems=tuple(problems), **settings)
 
 
 def check_rules(rules: Rules) -> list[str]:
@@ -120,9 +128,9 @@ def stabilize(messages: Sequence[Message], tools: Any, rules: Rules) -> Stabiliz
         _order_arguments(result, did)
     _clean_system(result, rules, did)
     if rules.tools and isinstance(tools, list) and tools:
-        ordered = sorted((_ordered_tool(tool) for tool in tools), key=_tool_key)
-        names, before = [_tool_name(t) for t in ordered], [_tool_name(t) for t in tools]
-        if names != before:
+        normal = [_ordered_tool(tool) for tool in tools]
+        ordered = sorted(normal, key=_tool_key)
+        if [_json(tool) for tool in ordered] != [_json(tool) for tool in normal]:
             did.append("tools put in the order of their names")
         if sorted(map(_json, ordered)) != sorted(map(_json, tools)):
             did.append("keys of tools put in one order")
@@ -290,6 +298,11 @@ def _tool_name(tool: Any) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _names(data: dict[str, Any], key: str) -> list[str]:
+    value = data.get(key, [])
+    return [str(name) for name in value] if isinstance(value, list) else [str(value)]
 
 
 def _rule(entry: Any) -> Rule:
