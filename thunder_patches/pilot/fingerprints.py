@@ -28,12 +28,11 @@ SYSTEM_ROLES = ("system", "developer")
 
 def digest(*parts: str | bytes) -> str:
     """16 hex digits over length-framed parts."""
-    state = blake2b(digest_size=8)
+    framed: list[bytes] = []
     for part in parts:
         data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
-        state.update(len(data).to_bytes(8, "little"))
-        state.update(data)
-    return state.hexdigest()
+        framed += (len(data).to_bytes(8, "little"), data)
+    return blake2b(b"".join(framed), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +103,13 @@ def request_print(
 def message_hash(message: Message) -> str:
     """Content hash of one message, 16 hex digits."""
     text, thinking, images = split_content(message)
-    calls = tool_calls(message)
-    return digest(
-        str(message.get("role")),
-        text,
-        thinking,
-        *images,
-        _json(calls) if calls else "",
-        str(message.get("name") or ""),
-        _json(call_ids(message)),
-    )
+    parts = [str(message.get("role")), text, thinking, str(len(images)), *images]
+    if len(message) > 2:
+        parts += [_json(tool_calls(message)), str(message.get("name") or "")]
+        parts.append(_json(call_ids(message)))
+    else:
+        parts += ["[]", "", "[]"]
+    return digest(*parts)
 
 
 def system_prompt_hash(messages: Sequence[Message]) -> str | None:

@@ -45,6 +45,10 @@ KINDS: tuple[tuple[str, str, str], ...] = (
 )
 WORDS = {kind: words for kind, words, _ in KINDS}
 PATTERN = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, _, pattern in KINDS))
+HINT = re.compile(
+    r"\d|\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)|星期|周[一二三四五六日天]|/tmp/|/var/|/private/|-billing"
+)
+LONG_LINE, AROUND = 400, 48  # characters
 SHORTEST_NONCE = 8  # "h264" and "utf8" are words
 
 
@@ -63,12 +67,33 @@ class Span:
 def spans(text: str, start: int = 0, end: int | None = None) -> list[Span]:
     """Volatile parts of ``text[start:end]`` in order."""
     found = []
-    for match in PATTERN.finditer(text, start, len(text) if end is None else end):
-        kind = match.lastgroup or ""
-        if kind == "nonce" and not _looks_random(match.group()):
-            continue
-        found.append(Span(match.start(), match.end(), kind))
+    for low, high in _worth_looking_at(text, start, len(text) if end is None else end):
+        for match in PATTERN.finditer(text, low, high):
+            kind = match.lastgroup or ""
+            if kind == "nonce" and not _looks_random(match.group()):
+                continue
+            found.append(Span(match.start(), match.end(), kind))
     return found
+
+
+def _worth_looking_at(text: str, start: int, end: int) -> list[tuple[int, int]]:
+    """Ranges that hold a digit or another sign of something volatile: most of a text does not."""
+    ranges: list[tuple[int, int]] = []
+    for hint in HINT.finditer(text, start, end):
+        at = hint.start()
+        if ranges and at < ranges[-1][1] - AROUND:
+            continue
+        low = max(start, text.rfind("\n", start, at) + 1)
+        high = text.find("\n", at, end)
+        high = end if high < 0 else high
+        if high - low > LONG_LINE:  # keep to the words around it
+            low = max(low, text.rfind(" ", low, max(low, at - AROUND)) + 1)
+            space = text.find(" ", min(high, at + 2 * AROUND), high)
+            high = high if space < 0 else space
+        if ranges and low < ranges[-1][1]:
+            low = ranges.pop()[0]
+        ranges.append((low, high))
+    return ranges
 
 
 def span_at(text: str, at: int) -> Span | None:
