@@ -11,6 +11,8 @@ from typing import Any
 
 Message = dict[str, Any]
 
+_CHAT = "/v1/chat/completions"
+
 
 class ServerError(RuntimeError):
     """The server refused a request, broke off, or could not be reached."""
@@ -41,6 +43,7 @@ class Scored:
     best: tuple[dict[int, float], ...] = field(repr=False)
     """For each position the likeliest tokens and their logprobs."""
     cached_tokens: int = 0
+    skip: str | None = None
 
 
 class Client:
@@ -66,7 +69,6 @@ class Client:
         total = time.perf_counter() - start
         if not usage:
             raise ServerError("the stream ended without a usage chunk")
-        pilot = usage.get("context_pilot") or {}
         return Answer(
             text=text,
             first=first or total,
@@ -74,13 +76,17 @@ class Client:
             prompt_tokens=usage["prompt_tokens"],
             completion_tokens=usage["completion_tokens"],
             cached_tokens=_cached(usage),
-            skip=pilot.get("skip"),
+            skip=_skip(usage),
         )
 
-    def score(self, messages: list[Message], max_tokens: int, top: int = 5) -> Scored:
-        """Ask for the whole answer with the logprobs of its tokens and of the ``top`` likeliest."""
-        body = _body(messages, max_tokens) | {"logprobs": True, "top_logprobs": top}
-        status, raw = self._exchange("POST", "/v1/chat/completions", body)
+    def score(self, prompt: list[Message] | str, max_tokens: int, top: int = 5) -> Scored:
+        """Ask for the whole answer with the logprobs of its tokens and of the ``top`` likeliest.
+
+        A text is continued as it is, without the chat template.
+        """
+        body = _body(prompt, max_tokens) | {"logprobs": True, "top_logprobs": top}
+        path = "/v1/completions" if isinstance(prompt, str) else _CHAT
+        status, raw = self._exchange("POST", path, body)
         reply = _parse(status, raw)
         choice = reply["choices"][0]
         best = tuple(
@@ -91,11 +97,12 @@ class Client:
         # is the one that a greedy answer takes.
         tokens = tuple(max(place, key=place.__getitem__) for place in best)
         return Scored(
-            text=_text(choice["message"]),
+            text=choice["text"] if isinstance(prompt, str) else _text(choice["message"]),
             tokens=tokens,
             logprobs=tuple(place[token] for place, token in zip(best, tokens, strict=True)),
             best=best,
             cached_tokens=_cached(reply["usage"]),
+            skip=_skip(reply["usage"]),
         )
 
     def get(self, path: str) -> tuple[int, bytes]:
@@ -123,7 +130,7 @@ class Client:
     def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=self.timeout)
         try:
-            connection.request("POST", "/v1/chat/completions", *_payload(body))
+            connection.request("POST", _CHAT, *_payload(body))
             reply = connection.getresponse()
             if reply.status != 200:
                 _parse(reply.status, reply.read())
@@ -141,8 +148,9 @@ class Client:
             connection.close()
 
 
-def _body(messages: list[Message], max_tokens: int) -> dict[str, Any]:
-    return {"messages": messages, "max_tokens": max_tokens, "temperature": 0.0}
+def _body(prompt: list[Message] | str, max_tokens: int) -> dict[str, Any]:
+    name = "prompt" if isinstance(prompt, str) else "messages"
+    return {name: prompt, "max_tokens": max_tokens, "temperature": 0.0}
 
 
 def _payload(body: Any) -> tuple[bytes | None, dict[str, str]]:
@@ -167,3 +175,7 @@ def _text(message: dict[str, Any]) -> str:
 
 def _cached(usage: dict[str, Any]) -> int:
     return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+def _skip(usage: dict[str, Any]) -> str | None:
+    return (usage.get("context_pilot") or {}).get("skip")
