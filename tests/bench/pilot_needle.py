@@ -4,7 +4,8 @@
 A sentence that answers a question is hidden in a long text at a given depth. Measured is only whether
 that sentence is among the passages that are repeated at the prompt's end, not what a model makes of it.
 Three kinds of question: in the sentence's own words, with other forms of them, and a paraphrase that
-shares one word. Half of the needles have a decoy, a sentence about the same thing with no answer.
+shares one word. The filler talks of the same things (keys, flights, passwords, choirs) and has no answer;
+half of the needles have a decoy beside that, a sentence about the very same thing.
 
 Run: python -m tests.bench.pilot_needle [--length 60000]
 """
@@ -95,7 +96,9 @@ DID = (
 ).split("|")
 WHAT = (
     "the harbour|a wooden chair|three lamps|the north road|an empty bottle|the summer market|a sack of flour|"
-    "the broken fence|old newspapers|the river bank|a pair of boots|the choir book|the last backup|a sensor"
+    "the broken fence|old newspapers|the river bank|a pair of boots|the choir book|the last backup|a sensor|"
+    "the boathouse|a spare key|the flight to Lisbon|the airport gate|the database password|a plum cake|"
+    "an old ticket|the village|a rare beetle|the matchbox|the new drone|the choir|the gateway|the clock"
 ).split("|")
 HOW = (
     "before the rain came|without much hope|for the second time|as the bells rang|and said nothing|while the "
@@ -103,7 +106,7 @@ HOW = (
 ).split("|")
 WHO_ZH = "园丁|一位客人|哥哥|邻居|船长|店员|面包师|没有人|老师|孩子们".split("|")
 DID_ZH = "走过了|忘记了|说起|数了数|画下|卖掉了|寻找|写信谈到|避开|量了量|梦见|争论着".split("|")
-WHAT_ZH = "港口|一把木椅|三盏灯|北边的路|空瓶子|夏天的集市|一袋面粉|坏了的篱笆|旧报纸|河岸|一双靴子|歌本|钥匙圈".split(
+WHAT_ZH = "港口|一把木椅|三盏灯|北边的路|空瓶子|夏天的集市|一袋面粉|坏了的篱笆|旧报纸|河岸|一双靴子|歌本|钥匙圈|船屋|备用钥匙|里斯本的航班|登机口|数据库密码|李子蛋糕|旧工单|那个村庄|稀有的甲虫|火柴盒|新无人机|合唱团|网关|座钟".split(
     "|"
 )
 HOW_ZH = "在下雨之前|没有抱太大希望|这是第二次|钟声正响|什么也没说|别人都睡了|虽然已经很晚|因为门开着|天色灰蒙蒙的".split(

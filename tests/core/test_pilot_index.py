@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.core.test_pilot_explain import AGENT, BASE, edited
+from thunder_patches.pilot.explain import Miss
 from thunder_patches.pilot.fingerprints import (
     describe,
     message_hash,
@@ -87,6 +88,23 @@ def test_file_is_private_bounded_and_without_text(tmp_path: Path) -> None:
     assert again.problem == ""
     assert 0 < len(again) < 60
     assert find(again, edited(BASE, 1, content=f"{SECRET} 59"), salt="key").shared == len(BASE)
+
+
+def test_a_miss_is_kept_and_its_texts_only_when_asked_for(tmp_path: Path) -> None:
+    detail = {"before": SECRET, "now": SECRET + "?"}
+    miss = Miss(7, 0, "system", "text_edited", "system prompt differs", detail)
+    assert "now" not in miss.to_json()
+    for keep in (False, True):
+        path = tmp_path / f"{keep}.jsonl"
+        index = Index(path, keep_text=keep)
+        request = request_print(BASE, model="m")
+        index.record(request, BASE, range(9), [None] * len(BASE), miss=miss.to_json(text=True))
+        assert index.recent(request.salt)[0].miss["now"] == SECRET + "?"
+        index.save()
+        (entry,) = Index(path).recent(request.salt)
+        assert entry.miss["reason"] == "system prompt differs"
+        assert (SECRET in str(entry.miss)) is keep
+        assert (SECRET.encode() in path.read_bytes()) is keep
 
 
 def test_text_on_disk_only_when_asked_for(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.core.pilot_support import TEMPLATES, TOOLS, Chat, call
 from tests.core.test_pilot_explain import AGENT, BASE, SYSTEM, Run, common, edited
 from thunder_patches.pilot.fingerprints import SYSTEM_ROLES
-from thunder_patches.pilot.stabilize import check_rules, load_rules, stabilize
+from thunder_patches.pilot.stabilize import check_rules, hint, load_rules, stabilize
 
 RULES = load_rules()
 
@@ -87,6 +87,13 @@ def test_arguments_and_parts() -> None:
     assert clean(parts)[0]["content"] == "ab"
     image = edited(BASE, 2, content=[{"type": "image_url", "image_url": {"url": "x"}}])
     assert clean(image) == image
+
+
+def test_hint_says_which_rules_would_have_helped() -> None:
+    pair = [f"Request-ID: req_{n}\nToday's date: 2026-03-0{n}\n{SYSTEM}" for n in (1, 2)]
+    assert hint(*pair, RULES) == ("request id", "date or time")
+    assert hint(pair[0], pair[1] + " More.", RULES) == ()
+    assert hint(pair[0], pair[0], RULES) == ()
 
 
 def test_values_moved_to_the_end_of_the_last_system_message_only() -> None:

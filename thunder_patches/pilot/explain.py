@@ -59,15 +59,19 @@ class Miss:
     reason: str
     detail: dict[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """The ``miss`` of ``usage.context_pilot``; without texts."""
-        return {
+    def to_json(self, text: bool = False) -> dict[str, Any]:
+        """The ``miss`` of ``usage.context_pilot``. With ``text`` also what stood there before and
+        what stands there now, where that is known: private, so not for logs."""
+        data: dict[str, Any] = {
             "token": self.token,
             "message": self.message,
             "role": self.role,
             "reason": self.reason,
             "code": self.code,
         }
+        if text:
+            data |= {k: self.detail[k] for k in ("before", "now") if k in self.detail}
+        return data
 
 
 # Reasons, each with what it means. The sentence that a user reads is made where it is found.

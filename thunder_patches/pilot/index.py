@@ -52,6 +52,7 @@ class Entry:
     time: float  # seconds since 1970
     answer: MessagePrint | None = None
     answer_tokens: int = 0
+    miss: dict[str, Any] | None = None  # why it was not reused further, from ``Miss.to_json``
     # Memory only: prompt and answer, int64; dropped when the budget is spent.
     tokens: np.ndarray | None = field(default=None, repr=False)
 
@@ -67,6 +68,7 @@ class Entry:
             "time": self.time,
             "answer": self.answer.to_json() if self.answer else None,
             "answer_tokens": self.answer_tokens,
+            "miss": self.miss,
         }
 
 
@@ -145,6 +147,7 @@ class Index:
         ends: Sequence[int | None],
         *,
         kept: int | None = None,
+        miss: dict[str, Any] | None = None,
         now: float | None = None,
     ) -> int:
         """Remember a prompt; returns its number, for ``answered``.
@@ -153,6 +156,8 @@ class Index:
             tokens: the prompt, [N] ids; kept in memory only.
             ends: one position a message, as in ``Boundaries.ends``.
             kept: leading tokens whose state the cache holds; N when left out.
+            miss: ``Miss.to_json(text=True)``, for showing it later; its texts reach the file only
+                with ``keep_text``.
         """
         with self._lock:
             part = self._parts.get(request.salt)
@@ -173,6 +178,7 @@ class Index:
                 len(tokens),
                 len(tokens) if kept is None else kept,
                 time.time() if now is None else now,
+                miss=miss,
                 tokens=np.array(tokens, dtype=np.int64),
             )
             self._next += 1
@@ -277,7 +283,11 @@ class Index:
                     if text is not None:
                         data["text"] = text
                     added.append(_line(data))
-                added.append(_line({"salt": salt, "entry": entry.to_json()}))
+                known = entry.to_json()
+                if known["miss"] and not self._keep_text:
+                    private = ("before", "now")
+                    known["miss"] = {k: v for k, v in known["miss"].items() if k not in private}
+                added.append(_line({"salt": salt, "entry": known}))
                 size = sum(len(line.encode()) for line in added)
                 if size > room:
                     break
@@ -486,4 +496,5 @@ def _entry(data: dict[str, Any], salt: str, prints: dict[tuple[str, str], Messag
         float(data["time"]),
         MessagePrint.from_json(data["answer"]) if data["answer"] else None,
         int(data["answer_tokens"]),
+        dict(data["miss"]) if data["miss"] else None,
     )

@@ -115,6 +115,16 @@ def check_rules(rules: Rules) -> list[str]:
     return failed
 
 
+def hint(before: str, now: str, rules: Rules) -> tuple[str, ...]:
+    """Names of the rules that would make two system prompts agree, but for values moved to their
+    ends; () where they would still differ, or agree already."""
+    if before == now:
+        return ()
+    old, _, used_before = _apply(_split_tail(before, rules.heading)[0], rules.rules)
+    new, _, used_now = _apply(_split_tail(now, rules.heading)[0], rules.rules)
+    return tuple(dict.fromkeys(used_before + used_now)) if old == new else ()
+
+
 def stabilize(messages: Sequence[Message], tools: Any, rules: Rules) -> Stabilized:
     """Bring a request into stable form. Neither ``messages`` nor ``tools`` is changed.
 
