@@ -81,11 +81,7 @@ class CacheStore:
         It can be found at once. Its buffers must not change any more.
         """
         self._ram.put(record, stamp)
-        if self._disk is None or self._queue is None:
-            return
-        if self._disk.knows(record.header.ref):
-            self.touch([record.header.key], stamp)
-        else:
+        if self._queue is not None:
             self._queue.put(record, stamp)
 
     # Looking up
@@ -143,6 +139,20 @@ class CacheStore:
         self.touch(used, tick)
         self._promote([j.key for j, s in zip(jobs, sources, strict=True) if s == "ssd"], tick)
         return sources
+
+    def held(self, jobs: Sequence[ReadJob]) -> list[Record] | None:
+        """The records themselves where memory has all of them as the jobs say; None otherwise."""
+        tick = time.time_ns()
+        found = []
+        for job in jobs:
+            record = self._ram.get(job.key, tick)
+            if record is None and self._queue is not None:
+                record = self._queue.get(job.key)
+            if record is None or job.refuses(record.header) is not None:
+                return None
+            found.append(record)
+        self.touch([job.key for job in jobs], tick)
+        return found
 
     def _read(self, job: ReadJob, tick: int) -> Source | None:
         record = self._ram.get(job.key, tick) or (self._queue.get(job.key) if self._queue else None)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
 
 from ..cache.match import Piece
+from ..cache.record import Buffer, Header, Record
 from ..cache.store import CacheStore, ReadJob
 from .cut import state_name
 from .layers import DTYPES, CacheObject, Layout, Meta, fill
@@ -66,6 +68,74 @@ def restore(
     text, metas = split_layout(header.layout)
     layout = Layout.loads(text)
 
+    jobs = [
+        ReadJob(p.key, p.kind, p.parent, p.tokens, header.layout if p is last else text, {})
+        for p in pieces
+    ]
+    if (records := store.held(jobs)) is not None:
+        found: list[Literal["ram", "ssd"]] = ["ram"] * len(records)
+        rows, whole = _assemble(layout, records, pieces, length, capacity)
+    else:
+        rows, whole, found = _read(store, layout, header, jobs, pieces, capacity)
+    states = {
+        path: ([whole[state_name(path, i)] for i in range(meta["arrays"])], meta)
+        for path, meta in metas.items()
+    }
+    caches = fill(fresh, layout, rows, states, length)
+    return Restored(caches, whole["logits"] if logits else None, found)
+
+
+Rows = dict[tuple[str, int], mx.array]
+"""(path of a leaf, position among its rows) to array ``[1, heads, capacity, dim]``."""
+
+
+def _assemble(
+    layout: Layout, records: Sequence[Record], pieces: Sequence[Piece], length: int, capacity: int
+) -> tuple[Rows, dict[str, mx.array]]:
+    """Put together on the device what memory holds: no byte goes through the host."""
+    tensors = [
+        {
+            spec.name: array_of(data, spec.dtype, spec.shape)
+            for spec, data in zip(record.header.tensors, record.data, strict=True)
+        }
+        for record in records
+    ]
+    rows: Rows = {}
+    for path, _, _, placed in layout.parts:
+        for i, (name, first, heads) in enumerate(placed):
+            dtype, _, dim = layout.groups[name]
+            parts = [
+                held[name][first : first + heads, : min(piece.use, length - piece.start)]
+                for held, piece in zip(tensors, pieces, strict=True)
+            ]
+            parts.append(mx.zeros((heads, capacity - length, dim), DTYPES[dtype]))
+            rows[path, i] = mx.concatenate(parts, axis=1)[None]
+    whole = {name: array for name, array in tensors[-1].items() if name not in layout.groups}
+    mx.eval(list(rows.values()))
+    return rows, whole
+
+
+def array_of(data: Buffer, dtype: str, shape: Sequence[int]) -> mx.array:
+    """The array of a record's tensor: the very one it was cut as, or made from its bytes."""
+    owner: object = data.obj if isinstance(data, memoryview) else None
+    array = owner if isinstance(owner, mx.array) else mx.array(np.frombuffer(data, np.uint8))
+    flat = array.reshape(-1)
+    return (flat.view(DTYPES[dtype]) if flat.size else flat.astype(DTYPES[dtype])).reshape(shape)
+
+
+def _read(
+    store: CacheStore,
+    layout: Layout,
+    header: Header,
+    jobs: Sequence[ReadJob],
+    pieces: Sequence[Piece],
+    capacity: int,
+) -> tuple[Rows, dict[str, mx.array], list[Literal["ram", "ssd"]]]:
+    """Read from the store into preallocated buffers.
+
+    Raises:
+        RestoreFailed: when a record is missing or bad.
+    """
     buffers = Buffers()
     rows = {
         (path, i): buffers.add((1, heads, capacity, layout.groups[name][2]), layout.groups[name][0])
@@ -78,26 +148,21 @@ def restore(
         if spec.name not in layout.groups
     }
     buffers.allocate()
-
-    jobs = []
-    for piece in pieces:
+    filled = []
+    for job, piece in zip(jobs, pieces, strict=True):
         targets = _row_targets(layout, rows, buffers, piece, capacity)
-        if piece is last:
+        if piece is pieces[-1]:
             targets |= {name: [buffers.view(index)] for name, index in whole.items()}
-        wanted = header.layout if piece is last else text
-        jobs.append(ReadJob(piece.key, piece.kind, piece.parent, piece.tokens, wanted, targets))
-    found = [origin for origin in store.read_many(jobs) if origin is not None]
+        filled.append(replace(job, targets=targets))
+    found = [origin for origin in store.read_many(filled) if origin is not None]
     if len(found) < len(jobs):
         raise RestoreFailed(f"{len(jobs) - len(found)} of {len(jobs)} records could not be read")
-
     arrays = buffers.arrays()
-    states = {
-        path: ([arrays[whole[state_name(path, i)]] for i in range(meta["arrays"])], meta)
-        for path, meta in metas.items()
-    }
-    caches = fill(fresh, layout, {at: arrays[i] for at, i in rows.items()}, states, length)
-    last_logits = arrays[whole["logits"]] if logits else None
-    return Restored(caches, last_logits, found)
+    return (
+        {at: arrays[i] for at, i in rows.items()},
+        {name: arrays[i] for name, i in whole.items()},
+        found,
+    )
 
 
 def _row_targets(

@@ -1,0 +1,266 @@
+"""Cold against restored on one GPU: real shapes, random weights, the package's own store in between.
+
+    python -m tests.bench.gpu [--shapes dense,moe,hybrid] [--sizes 2048,8192,32768] [--json FILE]
+
+In one process and without a server, so that what is timed is the model, the store and the way between
+them. Warm runs restore the whole prompt with its logits; the restored cache is then used for 16 decode
+steps, whose logits must equal to the bit those after the cold prefill. "ssd" reads from a new store on the
+folder, so nothing but the operating system's page cache is warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from thunder_patches.cache.store import CacheStore
+from thunder_patches.config import load
+from thunder_patches.hosts.runtime import Runtime
+from thunder_patches.hosts.session import Family, Session
+from thunder_patches.observe.counters import Counters
+
+CHUNK = 2048
+_QWEN3 = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40960,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": False,
+    "head_dim": 128,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "dense": {
+        **_QWEN3,
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "intermediate_size": 12_288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "moe": {
+        **_QWEN3,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+    "hybrid": {
+        **_QWEN3,
+        "model_type": "qwen3_next",
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "intermediate_size": 5120,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_value_heads": 32,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 512,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.25,
+    },
+}
+
+
+def build(shape: str) -> Any:
+    """A 4-bit model of the shape with random weights, evaluated layer by layer."""
+    config = SHAPES[shape]
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    mx.random.seed(0)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, group_size=64, bits=4)
+    for layer in model.layers:
+        mx.eval(layer.parameters())
+    mx.eval(model.parameters())
+    model.eval()
+    return model
+
+
+class Bench:
+    def __init__(self, shape: str, folder: Path) -> None:
+        self.model = build(shape)
+        self.make = importlib.import_module("mlx_lm.models.cache").make_prompt_cache
+        self.folder = folder
+        self.session = self.open()
+
+    def open(self) -> Session:
+        """A session on a new store over the same folder."""
+        settings = load({"THUNDER_CACHE_DIR": str(self.folder)}, self.folder / "none.toml")
+        store = CacheStore(
+            self.folder / "v1",
+            disk_budget=40 << 30,
+            ram_budget=24 << 30,
+            prefetch=True,
+            counters=Counters(),
+            queue_bytes=16 << 30,
+        )
+        runtime = Runtime(settings, Counters(), store)
+        return Session(runtime, "bench", Family(), lambda: self.make(self.model))
+
+    def cold(self, tokens: list[int], store: bool) -> tuple[mx.array, list[Any]]:
+        """Prefill in the host's chunks and take the last token's logits ``[vocabulary]``."""
+        sequence = self.session.sequence(tokens) if store else None
+        caches, end = self.make(self.model), len(tokens) - 1
+        at = 0
+        while at < end:
+            stop = min(at + CHUNK, end)
+            stops = [*(sequence.due(at, stop) if sequence else []), stop]
+            for to in sorted(set(stops)):
+                self.model(mx.array(tokens[at:to])[None], cache=caches)
+                mx.eval([c.state for c in caches])
+                mx.clear_cache()
+                if sequence is not None:
+                    sequence.store(caches, to, snapshot=to != stop and to in stops)
+                at = to
+        logits = self.model(mx.array(tokens[-1:])[None], cache=caches)[0, -1]
+        mx.eval(logits)
+        if sequence is not None:
+            sequence.store(caches, len(tokens), snapshot=True, logits=logits)
+        return logits, caches
+
+    def warm(self, tokens: list[int]) -> tuple[mx.array, list[Any], str]:
+        """Restore the whole prompt; the logits and the caches are on the device afterwards."""
+        hit = self.session.sequence(tokens).lookup(longer_than=0, full=True)
+        assert hit is not None and hit.logits is not None, "no full hit"
+        mx.eval(mx.argmax(hit.logits), [c.state for c in hit.caches])
+        return hit.logits, hit.caches, hit.source
+
+    def decode(self, logits: mx.array, caches: list[Any], count: int = 16) -> list[np.ndarray]:
+        seen = []
+        for _ in range(count):
+            token = mx.argmax(logits)
+            logits = self.model(token[None, None], cache=caches)[0, -1]
+            mx.eval(logits)
+            seen.append(np.array(logits.astype(mx.float32)))
+        return seen
+
+
+def timed(work: Callable[[], Any], repeats: int) -> tuple[float, Any]:
+    """Median seconds of ``work`` and its last result."""
+    times = []
+    result = None
+    for _ in range(repeats):
+        result = None
+        mx.synchronize()
+        start = time.perf_counter()
+        result = work()
+        mx.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times), result
+
+
+def measure(bench: Bench, size: int) -> dict[str, Any]:
+    tokens = np.random.default_rng(size).integers(0, 150_000, size).tolist()
+    bench.cold(tokens[: CHUNK + 2], store=False)
+    cold, (logits, caches) = timed(lambda: bench.cold(tokens, store=False), 2)
+    expected = bench.decode(logits, caches)
+    del caches
+    fresh = iter(range(10))
+
+    def storing() -> Any:
+        # A prompt of its own each time, so that every block is new.
+        return bench.cold([next(fresh), *tokens[1:]], store=True)
+
+    stored, _ = timed(storing, 2)
+    bench.cold(tokens, store=True)
+    ram, (warm_logits, warm_caches, source) = timed(lambda: bench.warm(tokens), 3)
+    held = sum(c.nbytes for c in warm_caches)
+    equal = bool(mx.array_equal(warm_logits, logits)) and all(
+        np.array_equal(a, b)
+        for a, b in zip(expected, bench.decode(warm_logits, warm_caches), strict=True)
+    )
+    del warm_caches
+    bench.session.runtime.store.flush(120)
+    ssd_times = []
+    for _ in range(2):
+        bench.session.runtime.store.close()
+        bench.session = bench.open()
+        seconds, (ssd_logits, ssd_caches, ssd_source) = timed(lambda: bench.warm(tokens), 1)
+        ssd_times.append(seconds)
+    equal_ssd = bool(mx.array_equal(ssd_logits, logits)) and all(
+        np.array_equal(a, b)
+        for a, b in zip(expected, bench.decode(ssd_logits, ssd_caches), strict=True)
+    )
+    control = bench.decode(logits, [c for c in bench.warm(tokens)[1]])
+    control_differs = not np.array_equal(control[0], bench.decode(-logits, bench.warm(tokens)[1])[0])
+    ssd = statistics.median(ssd_times)
+    return {
+        "tokens": size,
+        "kv_bytes": held,
+        "cold_s": round(cold, 4),
+        "storing_ratio": round(cold / stored, 4),
+        "warm_ram_s": round(ram, 4),
+        "warm_ssd_s": round(ssd, 4),
+        "ram_times_sooner": round(cold / ram, 1),
+        "ssd_times_sooner": round(cold / ssd, 1),
+        "ram_GB_per_s": round(held / ram / 1e9, 2),
+        "ssd_GB_per_s": round(held / ssd / 1e9, 2),
+        "sources": [source, ssd_source],
+        "bit_equal": [equal, equal_ssd],
+        "control_differs": control_differs,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", default="dense,moe,hybrid")
+    parser.add_argument("--sizes", default="2048,8192,32768")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    results: dict[str, Any] = {"device": str(mx.device_info()), "mlx": mx.__version__}
+    for shape in options.shapes.split(","):
+        folder = Path(tempfile.mkdtemp(prefix="thunder-bench-"))
+        try:
+            start = time.perf_counter()
+            bench = Bench(shape, folder)
+            print(f"{shape}: built in {time.perf_counter() - start:.1f} s", flush=True)
+            results[shape] = []
+            for size in map(int, options.sizes.split(",")):
+                row = measure(bench, size)
+                results[shape].append(row)
+                print(json.dumps(row), flush=True)
+            bench.session.runtime.store.close()
+            del bench
+            mx.clear_cache()
+        except Exception as error:
+            results[shape] = f"{type(error).__name__}: {error}"
+            print(shape, results[shape], flush=True)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            if options.json:
+                Path(options.json).write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
