@@ -46,6 +46,18 @@ FEATURES: tuple[Feature, ...] = (
         "experts stay on disk, the routed ones are read",
         switch="expert_streaming",
     ),
+    Feature(
+        "stabilize",
+        "opt-in canonical form of requests",
+        switch="stabilize",
+        requires="context_pilot",
+    ),
+    Feature(
+        "ushape",
+        "opt-in summary at the prompt's end",
+        switch="ushape",
+        requires="context_pilot",
+    ),
     Feature("routes", "/thunder/ on the host's port"),
 )
 

@@ -7,6 +7,7 @@ from typing import Any
 from ...config import Settings
 from ...patching import report
 from ...patching.guard import shield
+from ..pilot import save_now
 from ..runtime import runtime
 from .load import loaded
 
@@ -22,6 +23,8 @@ def stop_and_join(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
     with shield("ssd_cache", "flush"):
         runtime().store.flush(30)
+    with shield("context_pilot", "save"):
+        save_now()
     return result
 
 

@@ -10,6 +10,7 @@ from ...patching.guard import is_on, shield
 from ..approximate import FAMILIES, approximate
 from ..arguments import named
 from ..counting import Outcome, count
+from ..pilot import looked_up
 from ..quantised import AnySequence
 from ..session import Hit, Sequence
 from .adopt import adopt
@@ -29,7 +30,21 @@ def fetch_nearest_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
             prompt.outcome = Outcome(cached, "none", "host" if cached else None)
             cache, rest = _longer(given["model"], tokens, prompt, cache, rest)
             count(prompt.outcome, len(tokens))
+            _explain(prompt, tokens)
     return cache, rest
+
+
+def _explain(prompt: Prompt, tokens: list[int]) -> None:
+    with shield("context_pilot", "explain"):
+        if is_on("context_pilot") and loaded.session is not None and prompt.outcome is not None:
+            looked_up(
+                prompt.asked.chat,
+                tokens,
+                prompt.outcome,
+                model=loaded.session.identity,
+                salt=prompt.asked.salt,
+                grain=loaded.session.block_tokens,
+            )
 
 
 def _longer(
@@ -39,8 +54,8 @@ def _longer(
     if session is None or not is_on("ssd_cache"):
         return cache, rest
     sequence = session.sequence(tokens, prompt.asked.salt)
-    if prompt.boundaries is not None:
-        sequence.boundaries = prompt.boundaries.cuts()
+    if prompt.asked.chat.boundaries is not None:
+        sequence.boundaries = prompt.asked.chat.boundaries.cuts()
     prompt.sequence = sequence
     held = len(tokens) - len(rest)
     if cache and (usable := sequence.fit(held, cache)) < held:

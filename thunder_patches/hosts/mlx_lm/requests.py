@@ -15,10 +15,10 @@ from typing import Any
 import mlx.core as mx
 
 from ...patching.guard import is_on, shield
-from ...pilot.boundaries import Boundaries
 from ...prefill.memory import PromptTooLarge, Reservation
 from ..arguments import named, replaced
 from ..counting import Outcome
+from ..pilot import Chat, prepare
 from ..quantised import AnySequence
 from ..runtime import runtime
 from ..session import Hit
@@ -36,6 +36,7 @@ class Asked:
     salt: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     """The body's ``thunder`` object."""
+    chat: Chat = field(default_factory=Chat)
 
 
 class Prompt(list[int]):
@@ -43,7 +44,6 @@ class Prompt(list[int]):
 
     asked: Asked
     request: Any = None
-    boundaries: Boundaries | None = None
     outcome: Outcome | None = None
     sequence: AnySequence | None = None
     hit: Hit | None = None
@@ -91,7 +91,12 @@ def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         asked = Asked()
         if handler is not None:
             asked = Asked(_salt(handler.headers), _options(handler))
-        given["request"].thunder = asked
+        request = given["request"]
+        request.thunder = asked
+        if request.request_type == "chat":
+            asked.chat, request.messages, request.tools = prepare(
+                request.messages, request.tools, asked.options
+            )
         if handler is not None and handler.stream and is_on("progress"):
             signs = Signs(handler, given.get("progress_callback"), asked.options)
             args, kwargs = replaced(wrapped, args, kwargs, progress_callback=signs.saw)
@@ -130,7 +135,7 @@ def tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         prompt.request = request
         _local.prompt = prompt
         with shield("context_pilot", "boundaries"):
-            prompt.boundaries = boundaries(
+            prompt.asked.chat.boundaries = boundaries(
                 instance, given["tokenizer"], request, given["args"], prompt
             )
         segments = [prompt if s is result[0] else s for s in result[1]]

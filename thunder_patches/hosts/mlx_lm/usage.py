@@ -25,5 +25,5 @@ def _tell(response: dict[str, Any]) -> dict[str, Any]:
             outcome, usage = prompt.outcome, response["usage"]
             usage["prompt_tokens_details"] = {"cached_tokens": outcome.cached_tokens}
             if is_on("context_pilot"):
-                usage["context_pilot"] = outcome.as_dict()
+                usage["context_pilot"] = prompt.asked.chat.told(outcome, len(prompt))
     return response

@@ -1,0 +1,140 @@
+"""ContextPilot for a host: what each response says of reuse, and the opt-in forms of a request."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..config import default_config_file
+from ..patching.guard import is_on, shield
+from ..pilot.boundaries import Boundaries, unknown
+from ..pilot.explain import Match, Miss, explain
+from ..pilot.fingerprints import request_print
+from ..pilot.index import Index
+from ..pilot.report import report
+from ..pilot.stabilize import Rules, load_rules, stabilize
+from ..pilot.ushape import Reinforcer
+from .counting import Outcome
+from .runtime import runtime
+
+_SAVE_AFTER = 5.0
+"""Seconds after which a change of the index reaches its file."""
+
+
+@dataclass
+class Chat:
+    """One request's messages as the client sent them, and what was changed of them on request."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: Any = None
+    stabilized: tuple[str, ...] = ()
+    ushape: str = ""
+    boundaries: Boundaries | None = None
+    miss: Miss | None = None
+
+    def told(self, outcome: Outcome, total: int) -> dict[str, Any]:
+        """``usage.context_pilot`` for a prompt of ``total`` tokens."""
+        found = self.boundaries or unknown("no chat", len(self.messages), total)
+        return report(
+            self.messages,
+            found,
+            skip=outcome.skip,  # type: ignore[arg-type]
+            cached_tokens=outcome.cached_tokens,
+            source=outcome.source,  # type: ignore[arg-type]
+            miss=self.miss,
+            stabilized=self.stabilized,
+            ushape=self.ushape,
+        )
+
+
+def prepare(messages: Any, tools: Any, options: Mapping[str, Any]) -> tuple[Chat, Any, Any]:
+    """Note a request's messages, and bring them into the forms that were asked for.
+
+    Args:
+        messages, tools: of the request; not changed. options: its own ``thunder`` object.
+
+    Returns:
+        the notes, and the messages and tools to go on with (the same objects where nothing was asked for).
+    """
+    chat = Chat(copy.deepcopy(messages), tools)
+    with shield("stabilize"):
+        if is_on("stabilize") or options.get("stabilize"):
+            stable = stabilize(messages, tools, _rules())
+            if stable.did:
+                messages, tools, chat.stabilized = stable.messages, stable.tools, stable.did
+    with shield("ushape"):
+        if is_on("ushape") or options.get("ushape"):
+            reinforced = _reinforcer().reinforce(messages)
+            if reinforced.did:
+                messages, chat.ushape = reinforced.messages, reinforced.did
+    return chat, messages, tools
+
+
+def looked_up(
+    chat: Chat,
+    tokens: Sequence[int],
+    outcome: Outcome,
+    *,
+    model: str,
+    salt: str,
+    grain: int,
+    variables: Mapping[str, Any] | None = None,
+) -> None:
+    """Explain a look-up's result, then remember the prompt for later ones."""
+    seen = request_print(
+        chat.messages, model=model, salt=salt, tools=chat.tools, variables=variables
+    )
+    found = chat.boundaries or unknown("no chat", len(chat.messages), len(tokens))
+    match = Match(outcome.cached_tokens, grain)
+    chat.miss = explain(chat.messages, tokens, seen, index(), match, found)
+    miss = chat.miss.to_json(text=True) if chat.miss is not None else None
+    index().record(seen, chat.messages, tokens, found.ends, miss=miss)
+    _save_soon()
+
+
+@cache
+def index() -> Index:
+    """The process's memory of recent prompts, kept beside the cache."""
+    folder = Path(runtime().settings.cache_dir)
+    with shield("context_pilot", "folder"):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return Index(folder / "prompts.jsonl" if folder.is_dir() else None)
+
+
+@cache
+def _rules() -> Rules:
+    return load_rules(default_config_file().with_name("rules.toml"))
+
+
+@cache
+def _reinforcer() -> Reinforcer:
+    return Reinforcer()
+
+
+_saving: list[threading.Timer] = []
+
+
+def _save_soon() -> None:
+    if _saving and _saving[0].is_alive():
+        return
+    timer = threading.Timer(_SAVE_AFTER, _save)
+    timer.daemon = True
+    timer.start()
+    _saving[:] = [timer]
+
+
+def _save() -> None:
+    with shield("context_pilot", "save"):
+        index().save()
+
+
+def save_now() -> None:
+    """Write the index, at shutdown."""
+    if _saving:
+        _saving[0].cancel()
+        _save()
