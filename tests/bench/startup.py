@@ -3,7 +3,8 @@
     python -m tests.bench.startup [--runs N] [--json]
 
 Two fresh environments, one with the package's files as the wheel installs them; the two interpreters
-start in turns. Target: 1.05 or less. Exit status 1 when it is missed.
+start in turns. The wall clock is what a user waits; processor time is less moved by what else the
+machine does. Target: 1.05 or less on the wall clock. Exit status 1 when it is missed.
 """
 
 from __future__ import annotations
@@ -45,34 +46,42 @@ def environment(folder: Path, *, with_package: bool) -> Path:
     return python
 
 
-def _start(python: Path) -> float:
+def _start(python: Path) -> tuple[float, float]:
+    """Wall clock and processor seconds of one process."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "THUNDER"))}
-    begin = time.perf_counter()
+    begin, before = time.perf_counter(), os.times()
     subprocess.run([python, "-c", "pass"], env=clean, check=True)
-    return time.perf_counter() - begin
+    wall, after = time.perf_counter() - begin, os.times()
+    spent = after.children_user + after.children_system
+    return wall, spent - before.children_user - before.children_system
 
 
 def measure(runs: int, folder: Path) -> dict[str, Any]:
-    """Seconds, and the ratio of the medians and of the least."""
+    """Seconds and ratios: of the medians, of the least, of processor time."""
     pythons = {
         "without": environment(folder / "without", with_package=False),
         "with": environment(folder / "with", with_package=True),
     }
-    times: dict[str, list[float]] = {name: [] for name in pythons}
+    walls: dict[str, list[float]] = {name: [] for name in pythons}
+    spent = dict.fromkeys(pythons, 0.0)
     for turn in range(runs):
         for name in pythons if turn % 2 else reversed(pythons):
-            times[name].append(_start(pythons[name]))
-    spreads = {name: Spread.of(values) for name, values in times.items()}
+            wall, processor = _start(pythons[name])
+            walls[name].append(wall)
+            spent[name] += processor
+    spreads = {name: Spread.of(values) for name, values in walls.items()}
     return {
+        "runs": runs,
         "seconds": {name: asdict(spread) for name, spread in spreads.items()},
         "ratio": spreads["with"].median / spreads["without"].median,
         "ratio_of_least": spreads["with"].low / spreads["without"].low,
+        "ratio_of_processor_time": spent["with"] / spent["without"],
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -82,7 +91,8 @@ def main() -> int:
     else:
         print(
             f"python -c pass: ratio of medians {result['ratio']:.3f}, of the least "
-            f"{result['ratio_of_least']:.3f}, target <= {TARGET}"
+            f"{result['ratio_of_least']:.3f}, of processor time "
+            f"{result['ratio_of_processor_time']:.3f}, target <= {TARGET}"
         )
     return 0 if result["ratio"] <= TARGET else 1
 
