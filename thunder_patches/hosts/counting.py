@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from .runtime import runtime
 
@@ -16,9 +15,10 @@ class Outcome:
     skip: str = "none"
     source: str | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """The part of ``usage.context_pilot`` that every answer has."""
-        return {"skip": self.skip, "cached_tokens": self.cached_tokens, "source": self.source}
+    @property
+    def lossy(self) -> str | None:
+        """The lossy codec that the restored state went through, if any."""
+        return runtime().lossy if self.source in ("ram", "ssd") else None
 
 
 def count(outcome: Outcome, total: int) -> None:

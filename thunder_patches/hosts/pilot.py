@@ -40,7 +40,7 @@ class Chat:
     def told(self, outcome: Outcome, total: int) -> dict[str, Any]:
         """``usage.context_pilot`` for a prompt of ``total`` tokens."""
         found = self.boundaries or unknown("no chat", len(self.messages), total)
-        return report(
+        told = report(
             self.messages,
             found,
             skip=outcome.skip,  # type: ignore[arg-type]
@@ -50,6 +50,7 @@ class Chat:
             stabilized=self.stabilized,
             ushape=self.ushape,
         )
+        return told | ({"lossy": outcome.lossy} if outcome.lossy else {})
 
 
 def prepare(messages: Any, tools: Any, options: Mapping[str, Any]) -> tuple[Chat, Any, Any]:

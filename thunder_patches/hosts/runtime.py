@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 
 from ..cache.store import CacheStore
+from ..codec.calibration import Shelf
+from ..codec.policy import Policy
 from ..config import Settings, settings
 from ..observe.counters import Counters
 
@@ -21,6 +23,18 @@ class Runtime:
     settings: Settings
     counters: Counters
     store: CacheStore
+    codec: Policy | None = None
+
+    def variant(self) -> str:
+        """What separates lossy blocks from exact ones: part of the keys, so that neither finds the other."""
+        if self.codec is None or not self.codec.allows_lossy:
+            return ""
+        return f" lossy={self.codec.mode}/{self.codec.quality}"
+
+    @property
+    def lossy(self) -> str | None:
+        """Name of the lossy codec that restored state went through, if any."""
+        return self.codec.mode if self.codec is not None and self.codec.allows_lossy else None
 
 
 @cache
@@ -28,16 +42,23 @@ def runtime() -> Runtime:
     """The process's runtime, made on first use and closed at exit."""
     chosen = settings()
     counters = Counters()
+    codec = Policy(
+        chosen.codec,  # type: ignore[arg-type]
+        quality=chosen.codec_quality,  # type: ignore[arg-type]
+        shelf=Shelf(Path(chosen.cache_dir) / "calibrations"),
+        counts=counters,
+    )
     folder = Path(chosen.cache_dir) / "v1"
     store = CacheStore(
         folder if chosen.ssd_cache else None,
         disk_budget=disk_budget(chosen, folder),
         ram_budget=ram_budget(chosen),
         prefetch=chosen.prefetch,
+        codec=codec,
         counters=counters,
     )
     atexit.register(store.close)
-    return Runtime(chosen, counters, store)
+    return Runtime(chosen, counters, store, codec)
 
 
 def disk_budget(chosen: Settings, folder: Path) -> int:

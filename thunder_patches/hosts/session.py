@@ -116,7 +116,9 @@ class Session:
         self.identity = identity
         self.can_skip = can_skip
         self.make_cache = make_cache
-        self.kinds = describe(fresh) + variant
+        self.kinds = describe(fresh) + variant + runtime.variant()
+        if runtime.codec is not None:
+            runtime.codec.use_model(identity)
         self.cuttable = is_cuttable(fresh)
         self.exact_decode = family.decode_is_prefill and not has_ring(fresh)
         self.cut_anywhere = family.cut_anywhere

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...patching.guard import is_on, shield
 from ..counting import Outcome
+from ..pilot import Chat
 
 _last: list[Outcome] = []
 
@@ -31,7 +32,8 @@ def usage(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """``Usage(...)`` in ``omlx.server``."""
     with shield("context_pilot", "usage"):
         if _last and is_on("context_pilot") and _opened():
-            kwargs = {**kwargs, "context_pilot": _last.pop().as_dict()}
+            told = Chat().told(_last.pop(), int(kwargs.get("prompt_tokens") or 0))
+            kwargs = {**kwargs, "context_pilot": told}
     return wrapped(*args, **kwargs)
 
 
