@@ -119,11 +119,10 @@ def test_leaves_go_before_their_parents_whatever_the_stamps_say(opened, folder):
             stored[record.header.key] = record.header
             store.put(record, chooser.randrange(1000))
         assert store.flush()
-        left = {h.key for h in stored.values() if h.key.hex() in str(files(folder))}
-        for path in files(folder):
-            key = path.name.split("-")[0 if "blocks" in path.parts else 1].split(".")[0]
-            parent = stored[bytes.fromhex(key)].parent
-            assert parent == ROOT or parent in left
+        names = [(path, path.stem.split("-")) for path in files(folder)]
+        keys = [name[0 if "blocks" in path.parts else 1] for path, name in names]
+        left = {bytes.fromhex(key) for key in keys}
+        assert all(stored[key].parent in {ROOT, *left} for key in left)
     assert counts(store)["blocks_evicted"] > 20
 
 

@@ -290,10 +290,10 @@ class DiskStore:
     # Writing
 
     def write(self, record: Record, stamp: int) -> bool:
-        """Write the record; False, counted, when that can't be done."""
+        """Write the record unless it's there; False, counted, when that can't be done."""
         self._ready.wait()
         ref = record.header.ref
-        if self.has(ref):
+        if self._is_there(ref):
             self.touch([ref.key], stamp)
             return True
         written = False
@@ -309,6 +309,19 @@ class DiskStore:
         else:
             self._counters.add("writes_dropped")
         return written
+
+    def _is_there(self, ref: Ref) -> bool:
+        """Whether a file is as good as the record, by the folder itself: the index may be old."""
+        known = self._index.get(ref.key)
+        if known is not None and known.ref.covers(ref):
+            ref = known.ref
+        with suppress(OSError):
+            if ref.key not in self._refused and (found := self._folder.find(ref)):
+                self._index.add(found)
+                return True
+        if known is not None and known.ref == ref:
+            self._forget(ref.key)
+        return False
 
     def _write(self, ref: Ref, record: Record, stamp: int) -> bool:
         buffers = compose(record, self._codec.encode(record))

@@ -126,11 +126,13 @@ class Folder:
             self.remove_leftovers()
 
     def close(self) -> None:
+        """Remove this process's part of the folder."""
         if self._own is None:
             return
-        self._own.release()
-        self._own = None
-        shutil.rmtree(join(self.root, "tmp", self._own_name), ignore_errors=True)
+        with self.exclusive():
+            self._own.release()
+            self._own = None
+            shutil.rmtree(join(self.root, "tmp", self._own_name), ignore_errors=True)
 
     def remove_leftovers(self) -> None:
         """Remove the temporary files of processes that are gone. The caller holds `exclusive`.
