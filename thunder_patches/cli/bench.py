@@ -44,8 +44,9 @@ def bench(
     repeat: Annotated[int, typer.Option(help="Repetitions.", min=1)] = 3,
     answer: Annotated[int, typer.Option(help="Tokens of an answer.", min=2)] = 16,
     seed: Annotated[int, typer.Option(help="Of texts and arrival times.")] = 0,
-    server: Annotated[
-        list[str] | None, typer.Option(help="Further argument of both servers, can be repeated.")
+    server_arg: Annotated[
+        list[str] | None,
+        typer.Option(help="A further argument of both servers; can be given several times."),
     ] = None,
     picture: Annotated[
         Path | None, typer.Option("--svg", help="Write a picture to this file.")
@@ -57,7 +58,7 @@ def bench(
     Settings of the package in the environment hold, but for the cache folder: it is a fresh one.
     Exit status 1: an answer differs, or the package was not at work.
     """
-    plan = Plan(model, answer, seed, repeat, tuple(server or ()))
+    plan = Plan(model, answer, seed, repeat, tuple(server_arg or ()))
     with terminable(), tempfile.TemporaryDirectory(prefix="thunder-bench-") as scratch:
         duel = Duel(plan, Path(scratch))
         duel.run(tokens)

@@ -289,7 +289,8 @@ def _show(result: dict[str, Any]) -> None:
     )
     console.print(
         f"tokens skipped: stock {skipped['stock']:,}, patched {skipped['patched']:,}, "
-        f"of {result['prompt_tokens']:,}; on disk: {size(result['bytes_on_disk'])}"
+        f"of {result['prompt_tokens']:,}; on disk: {size(result['bytes_on_disk'])}; "
+        f"all of it took {result['seconds'] / 60:.1f} minutes"
     )
     if answers["same"]:
         ties = f", {answers['ties']} ties" if answers["ties"] else ""
