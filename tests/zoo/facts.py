@@ -86,7 +86,7 @@ def observe(name: str) -> Facts:
     except Exception as error:
         facts.error = f"{type(error).__name__}: {error}"
         return facts
-    facts.distinct = len(set(mx.argmax(whole, axis=-1).tolist()))
+    facts.distinct = len(np.unique(np.array(mx.argmax(whole, axis=-1))))
     facts.outside_state = sorted(
         path for path, value in _attributes(model).items() if before.get(path) != value
     )

@@ -7,7 +7,6 @@ computed, so the zoo runs them with the ordinary operations below.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -25,8 +24,8 @@ def replace_bitlinear(model: nn.Module) -> None:
     model.update_modules(tree_unflatten(dense))
 
 
-def replace_fused(arch: ModuleType) -> None:
-    """Put plain operations in the places of the fused kernels that `arch` (muse_spark) imports."""
+def replace_fused(arch: Any) -> None:
+    """Put plain operations in the places of the fused kernels that the module `arch` imports."""
     arch.qk_norm = qk_norm
     arch.qk_norm_rope = qk_norm_rope
     arch.rms_norm_sigmoid_gate = rms_norm_sigmoid_gate

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 import sys
 import types
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -86,8 +86,7 @@ def make_cache(name: str, model: nn.Module) -> list[Any]:
 def tokens(count: int, seed: int = 1) -> list[int]:
     """`count` token ids below the smallest vocabulary of the zoo."""
     mx.random.seed(seed)
-    ids: list[int] = mx.random.randint(2, VOCAB - 2, (count,)).tolist()
-    return ids
+    return cast(list[int], mx.random.randint(2, VOCAB - 2, (count,)).tolist())
 
 
 def _merged(entry: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +104,8 @@ def _randomise(model: nn.Module) -> None:
     Matrices get a deviation of 1/sqrt(fan in), vectors one of 0.1; packed integers get random bits.
     """
     changed = []
-    for path, value in tree_flatten(model.parameters()):
+    parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    for path, value in parameters:
         if mx.issubdtype(value.dtype, mx.floating):
             value = value.astype(mx.float32) if value.dtype != mx.float16 else value
             deviation = 0.1 if value.ndim < 2 else value.shape[-1] ** -0.5

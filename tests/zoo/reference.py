@@ -35,7 +35,7 @@ class RawArray:
 class RawObject:
     """One cache object: its class and the contents of its attributes."""
 
-    cls: type
+    cls: Any
     attributes: dict[str, Any]
 
 

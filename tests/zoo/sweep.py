@@ -28,6 +28,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import pytest
 from packaging.version import Version
 
 from tests.zoo import models, reference
@@ -229,10 +230,15 @@ class Trial:
     def _batched(self, hit: Hit) -> float:
         """The same as a batch of one, which has cache classes of its own."""
         merged = [cache.merge([cache]) for cache in adopt(hit.caches)]
-        restored = self._run(merged, hit.length)
+        fresh = [cache.merge([cache]) for cache in models.make_cache(self.name, self.model)]
+        try:
+            restored = self._run(merged, hit.length)
+        except ValueError:
+            with pytest.raises(ValueError):  # The host itself can't (afm7 in 0.31.3).
+                self._run(fresh, 0)
+            return 0.0
         if not difference(restored, self.cold[hit.length :]):
             return 0.0
-        fresh = [cache.merge([cache]) for cache in models.make_cache(self.name, self.model)]
         return difference(restored, self._run(fresh, 0)[hit.length :])
 
 
