@@ -25,9 +25,10 @@ def decode(name: str, blocks: Sequence[Numbers], dtype: mx.Dtype) -> list[mx.arr
     for i, basis in enumerate(calibration.bases[name]):
         used = max(1, *(block.used[i] for block in blocks))
         rows = [mx.array(block.values[first : first + used]) for block in blocks]
+        y = mx.concatenate(rows, axis=1).T.astype(mx.float32)
+        y = _with_large(y, blocks, counts, first, used)
         first += basis.rank
         units = np.concatenate([block.step * gain_of(block.gains[i]) for block in blocks])
-        y = mx.concatenate(rows, axis=1).T.astype(mx.float32)
         y = y * mx.array(units.astype(np.float32))[:, None]
         x = y @ _matrix(basis)[:used] + mx.array(basis.mean.reshape(-1))
         pieces.append(x.reshape(-1, basis.heads, dim).transpose(1, 0, 2))
@@ -40,6 +41,24 @@ def decode(name: str, blocks: Sequence[Numbers], dtype: mx.Dtype) -> list[mx.arr
         _with_sinks(whole[:, end - n : end], block, dtype, heads, dim)
         for block, n, end in zip(blocks, counts, ends, strict=True)
     ]
+
+
+def _with_large(
+    y: mx.array, blocks: Sequence[Numbers], counts: Sequence[int], first: int, used: int
+) -> mx.array:
+    """Put the numbers that int8 can't hold into y ``[tokens, rows]``, which has zeros there."""
+    rows, tokens, values, at = [], [], [], 0
+    for block, count in zip(blocks, counts, strict=True):
+        row, column, value = block.large_in(first, used)
+        rows.append(row)
+        tokens.append(column + at)
+        values.append(value)
+        at += count
+    large = np.concatenate(values).astype(np.float32)
+    if not len(large):
+        return y
+    where = mx.array(np.concatenate(tokens)), mx.array(np.concatenate(rows))
+    return y.at[where].add(mx.array(large))
 
 
 def _turn(x: mx.array, calibration: Calibration, name: str, positions: np.ndarray) -> mx.array:

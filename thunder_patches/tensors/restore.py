@@ -235,7 +235,13 @@ class Buffers:
 
 @cache
 def writes_through() -> bool:
-    """Whether bytes written to an evaluated array's buffer are seen by MLX on this device."""
+    """Whether bytes are best written to an evaluated array's buffer on this device.
+
+    On CUDA that works too, but the pages then move between host and device twice: reading into host memory
+    was twice as fast there (tests/bench/results/h200.json).
+    """
+    if (cuda := getattr(mx, "cuda", None)) is not None and cuda.is_available():
+        return False
     try:
         array = mx.zeros((64,), mx.uint16)
         mx.eval(array)
