@@ -13,7 +13,7 @@ class Disk:
     def __init__(self, open_gate=True):
         self.gate = threading.Event()
         self.begun = threading.Semaphore(0)
-        self.written, self.lost, self.idled = [], [], 0
+        self.written, self.left, self.lost, self.idled = [], [], [], 0
         if open_gate:
             self.gate.set()
 
@@ -28,8 +28,14 @@ class Disk:
         self.idled += 1
 
     def queue(self, threads=1, max_bytes=100 * SIZE):
-        return WriteQueue(self.write, idle=self.idle, dropped=self.lost.append, threads=threads,
-                          max_bytes=max_bytes)  # fmt: skip
+        return WriteQueue(
+            self.write, idle=self.idle, gone=self.gone, threads=threads, max_bytes=max_bytes
+        )
+
+    def gone(self, record, dropped):
+        self.left.append(record.header.key)
+        if dropped:
+            self.lost.append(record)
 
 
 def test_a_record_is_found_until_it_is_written():
@@ -62,6 +68,7 @@ def test_the_oldest_that_no_writer_has_taken_is_dropped():
     disk.gate.set()
     assert queue.flush(20)
     assert disk.written == [key("taken"), key("c"), key("d")]
+    assert sorted(disk.left) == sorted(map(key, ["taken", *"abcd"]))
     queue.close(1)
 
 
@@ -111,6 +118,7 @@ def test_a_fault_in_the_writer_costs_that_record_only():
         queue.put(record(name), 1)
     assert queue.flush(20)
     assert disk.written == [key("a"), key("b")] and len(queue) == 0
+    assert disk.left == [key("a"), key("bad"), key("b")]
     queue.close(1)
 
 
