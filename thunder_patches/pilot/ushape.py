@@ -31,11 +31,14 @@ SUFFIX = re.compile(r"(?:'s|ies|ing|ed|es|s|ly)$")
 STOP_WORDS = """a an and are as at be been but by can could did do does for from had has have how i if in
 into is it its me my no not of on or our please she so tell that the their them then there these they this
 to was we were what when where which who why will with would you your about he his her one"""
-# Pairs of characters that ask rather than name anything.
+# Pairs of characters, and characters, that ask or join rather than name anything.
 STOP_PAIRS = """什么 怎么 哪个 哪里 多少 请问 是什 么是 可以 这个 那个 一个 是否 为什 我们 你们 告诉
 是谁 诉我"""
+STOP_CHARACTERS = (
+    "的了是在有和我你他她它这那吗呢吧啊把被就也都很不要会能可以什么怎哪里个几多少请问谁为与及或一"
+)
 STOP = frozenset(STOP_WORDS.split())
-STOP_HAN = frozenset(STOP_PAIRS.split())
+STOP_HAN = frozenset([*STOP_PAIRS.split(), *STOP_CHARACTERS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,14 +195,15 @@ def _scores(pieces: list[str], terms: list[str]) -> np.ndarray:
 
 
 def tokenize(text: str) -> list[str]:
-    """Terms for BM25: English words in lower case with their endings cut, Chinese in pairs of
-    characters. Pairs need no dictionary and find a word wherever it stands in a run."""
+    """Terms for BM25: English words in lower case with their endings cut; Chinese in characters
+    and pairs of them. They need no dictionary and find a word wherever it stands in a run: pairs are
+    telling, single characters find a word in another form."""
     terms: list[str] = []
     for match in WORD.finditer(text):
         word = match.group()
         if "\u3400" <= word[0] <= "\u9fff" or "\uf900" <= word[0] <= "\ufaff":
-            pairs = [word[i : i + 2] for i in range(len(word) - 1)] or [word]
-            terms += [pair for pair in pairs if pair not in STOP_HAN]
+            pairs = [word[i : i + 2] for i in range(len(word) - 1)]
+            terms += [term for term in (*pairs, *word) if term not in STOP_HAN]
             continue
         word = word.lower().replace("\u2019", "'")
         if word in STOP:
