@@ -185,15 +185,19 @@ def test_calibration_end_to_end_and_resumed(tmp_path) -> None:
     assert (0, "statistics") not in calls[-6:], "statistics were taken up again"
 
 
-@pytest.mark.parametrize("mode", ["steps", "groups"])
+@pytest.mark.parametrize(("mode", "step"), [("steps", 0.4), ("steps", 0.001), ("groups", 0.4)])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_mlx_decodes_as_numpy_does(mode: str, interleaved: bool) -> None:
-    """All blocks in one batch: the first with sinks, a last one that is shorter."""
+def test_mlx_decodes_as_numpy_does(mode: str, step: float, interleaved: bool) -> None:
+    """All blocks in one batch: the first with sinks, a last one that is shorter.
+
+    The smallest step gives numbers that int8 can't hold.
+    """
     heads, dim = 4, 32
     rates = tuple(10000 ** (-np.arange(0, 24, 2) / 24))
     rotary = Rotary(rates, interleaved, scale=1.1)
     spec = TensorSpec("k0", "BF16", (heads, 256, dim))
     known = calibration_for(spec, rotary=rotary)
+    known = replace(known, steps={"balanced": step})
     codec = Kvtc(lambda id: known, known, "balanced", mode)
     rows = rotary.turn(kv_like(heads, 600, dim), 0)
     blocks, wanted = [], []
@@ -204,6 +208,7 @@ def test_mlx_decodes_as_numpy_does(mode: str, interleaved: bool) -> None:
         blocks.append(codec.unpack(part, coded, header))
         back = to_float32(codec.decode(part, coded, header), "BF16")
         wanted.append(back.reshape(part.shape))
+    assert (step == 0.001) == any(len(block.large[0]) for block in blocks)
     found = kvtc_decode.decode("k0", blocks, mx.bfloat16)
     mx.eval(found)
     for a, b in zip(found, wanted, strict=True):

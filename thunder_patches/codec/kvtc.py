@@ -25,7 +25,7 @@ from .calibration import Calibration
 from .layout import rows_of
 from .numbers import from_float32, to_float32
 from .planes import join_parts, split_parts
-from .symbols import LARGEST, pack, unpack
+from .symbols import LARGEST, Unpacked, pack, unpack
 
 GAIN_STEPS = 8  # gains are powers of 2 ** (1 / GAIN_STEPS)
 GAIN_RANGE = (-2 * GAIN_STEPS, 3 * GAIN_STEPS)
@@ -39,7 +39,8 @@ class Numbers:
 
     Args:
         sinks: the first tokens as raw bytes, ``[heads, sinks, dim]`` of the tensor's dtype.
-        values: ``[rows of y, tokens]``, the bases' rows one after another; int8, int16 or float32.
+        values: ``[rows of y, tokens]``, the bases' rows one after another; int8 or float32.
+        large: rows, columns and values of numbers too large for int8, zero in `values`.
         used: per basis, how many of its rows there are up to the last that isn't all zero.
         gains: ``[bases, tokens]``, int8, see `gain_for`.
         step: what one unit is worth at gain 0.
@@ -49,10 +50,17 @@ class Numbers:
     calibration: Calibration
     sinks: Buffer
     values: np.ndarray
+    large: tuple[np.ndarray, np.ndarray, np.ndarray]
     used: tuple[int, ...]
     gains: np.ndarray
     step: float
     start: int
+
+    def large_in(self, first: int, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The large numbers of some rows, with rows counted from the first of them."""
+        row, column, value = self.large
+        here = (row >= first) & (row < first + rows)
+        return row[here].astype(np.int64) - first, column[here].astype(np.int64), value[here]
 
 
 class Kvtc:
@@ -164,15 +172,23 @@ class Kvtc:
             raise CodecError(f"{spec.name}: the payload ends inside the sinks")
         ranks = [basis.rank for basis in calibration.bases[spec.name]]
         if mode == "steps":
-            step, gains, values, busy = _unpack_steps(params, payload[at:], ranks, tokens - sinks)
+            step, gains, found = _unpack_steps(params, payload[at:], ranks, tokens - sinks)
         elif mode == "groups":
             step, gains = 1.0, np.zeros((len(ranks), tokens - sinks), np.int8)
             values = _unpack_groups(params, payload[at:], ranks, tokens - sinks)
-            busy = np.ones(len(values), bool)
+            found = Unpacked(values, np.ones(len(values), bool), (np.zeros(0, np.int16),) * 3)
         else:
             raise CodecError(f"{spec.name}: unknown mode {mode!r}")
-        used = _used(busy, ranks)
-        return Numbers(calibration, payload[:at], values, used, gains, step, header.start + sinks)
+        return Numbers(
+            calibration,
+            payload[:at],
+            found.values,
+            found.large,
+            _used(found.busy, ranks),
+            gains,
+            step,
+            header.start + sinks,
+        )
 
     def decode(self, spec: TensorSpec, coded: Coded, header: Header) -> Buffer:
         numbers = self.unpack(spec, coded, header)
@@ -185,7 +201,10 @@ class Kvtc:
         bases = numbers.calibration.bases[spec.name]
         for basis, used, gain in zip(bases, numbers.used, numbers.gains, strict=True):
             unit = (numbers.step * gain_of(gain)).astype(np.float32)
-            y = numbers.values[first : first + used].T * unit[:, None]
+            y = numbers.values[first : first + used].T.astype(np.float32)
+            row, column, value = numbers.large_in(first, used)
+            y[column, row] = value
+            y *= unit[:, None]
             first += basis.rank
             x = y @ basis.decode[:used] + basis.mean.reshape(-1)
             part = slice(basis.first, basis.first + basis.heads)
@@ -260,16 +279,16 @@ def _with_sinks(spec: TensorSpec, data: memoryview, exact: Buffer, sinks: int) -
 
 def _unpack_steps(
     params: Params, payload: memoryview, ranks: list[int], tokens: int
-) -> tuple[float, np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[float, np.ndarray, Unpacked]:
     step = float(take(params, "step", (int, float)))
     if not 0 < step < float("inf"):
         raise CodecError(f"expected a positive step, found {step}")
     parts = take(params, "gains", list)
     middle = sum(_stored(part) for part in parts)
     gains = split_parts(Coded("", payload[:middle], {"parts": parts}), [len(ranks) * tokens])[0]
-    values, busy = unpack(params.get("numbers"), payload[middle:], sum(ranks), tokens)
+    numbers = unpack(params.get("numbers"), payload[middle:], sum(ranks), tokens)
     signed = np.clip(gains.view(np.int8), *GAIN_RANGE).reshape(len(ranks), tokens)
-    return step, signed, values, busy
+    return step, signed, numbers
 
 
 def _used(busy: np.ndarray, ranks: list[int]) -> tuple[int, ...]:

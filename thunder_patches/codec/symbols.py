@@ -1,10 +1,10 @@
 """Small whole numbers to few bytes: rows of like statistics together, several numbers a byte, zstd.
 
 A Huffman code spends at least one bit a symbol, and most rows here need far less. So numbers of a
-small alphabet are packed first, five of {-1, 0, 1} or three of {-2 ... 2} or two of {-7 ... 7} in a
-byte, and where nearly all are zero only the gaps between the others are kept. What zstd codes are
-those bytes, with a table of its own for each class of rows. The few numbers that are too large for
-their row's alphabet are in a list of their own.
+small alphabet are packed first, four of {-1, 0, 1} or two of up to {-7 ... 7} in a byte, and where
+nearly all are zero only the gaps between the others are kept. What zstd codes are those bytes, with
+a table of its own for each class of rows. The few numbers that are too large for their row's
+alphabet are in a list of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,29 @@ class Alphabet:
         return 2 * self.reach + 1
 
 
-ALPHABETS = (Alphabet(1, 0), Alphabet(1, 5), Alphabet(2, 3), Alphabet(7, 2), Alphabet(127, 1))
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """A matrix of small whole numbers.
+
+    Args:
+        values: int8 ``[rows, length]``, zero where a number doesn't fit.
+        busy: which rows may hold anything but zeros.
+        large: rows, columns and values of the numbers that don't fit int8.
+    """
+
+    values: np.ndarray
+    busy: np.ndarray
+    large: tuple[np.ndarray, np.ndarray, np.ndarray]
+
+    def whole(self) -> np.ndarray:
+        """All numbers, int16."""
+        out = self.values.astype(np.int16)
+        row, column, value = self.large
+        out[row, column] = value
+        return out
+
+
+ALPHABETS = (Alphabet(1, 0), Alphabet(1, 4), Alphabet(2, 2), Alphabet(7, 2), Alphabet(127, 1))
 MEANS = (0.01, 0.03, 0.07, 0.14, 0.23, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 9.0)
 """Mean absolute values that part the classes of rows."""
 SPARSE = 3  # rows of the first so many means are kept as gaps
@@ -68,10 +90,8 @@ def pack(numbers: np.ndarray) -> tuple[list[list[Any]], bytes]:
     return [lengths, *entries], payload
 
 
-def unpack(
-    parts: Any, payload: bytes | memoryview, rows: int, length: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers ``[rows, length]``, int8 or if need be int16, and which rows aren't all zero.
+def unpack(parts: Any, payload: bytes | memoryview, rows: int, length: int) -> Unpacked:
+    """The numbers ``[rows, length]`` that `pack` was given.
 
     Raises:
         CodecError: when this isn't what `pack` made of such a matrix.
@@ -89,21 +109,19 @@ def unpack(
     _, at_row, at_column, large, *packed = split_parts(
         Coded("", payload, {"parts": entries}), [rows, *[2 * count] * 3, *sizes]
     )
-    values = large.view("<i2")
-    wide = count and max(-int(values.min()), int(values.max())) > 127
-    out = np.zeros((rows, length), np.int16 if wide else np.int8)
+    out = np.zeros((rows, length), np.int8)
     for i, member, data in zip(used, members, packed, strict=True):
         alphabet = _alphabet(i)
         if alphabet.each:
             out[member] = _expand(data.reshape(len(member), -1), alphabet, length)
         else:
             out[member] = _fill(data, len(member), length)
-    if count:
-        where = at_row.view("<u2"), at_column.view("<u2")
-        if where[0].max() >= rows or where[1].max() >= length:
-            raise CodecError("a large number lies outside the matrix")
-        out[where] = values
-    return out, classes > 0
+    row, column, value = at_row.view("<u2"), at_column.view("<u2"), large.view("<i2")
+    if count and (row.max() >= rows or column.max() >= length):
+        raise CodecError("a large number lies outside the matrix")
+    fits = np.abs(value.astype(np.int32)) <= 127
+    out[row[fits], column[fits]] = value[fits]
+    return Unpacked(out, classes > 0, (row[~fits], column[~fits], value[~fits]))
 
 
 def _classify(size: np.ndarray) -> np.ndarray:
@@ -159,7 +177,7 @@ def _expand(data: np.ndarray, alphabet: Alphabet, length: int) -> np.ndarray:
     """Inverse of `_squeeze`: int8 ``[rows, length]``; bytes beyond the alphabet give some number."""
     if alphabet.each == 1:
         return data.view(np.int8)
-    return _TABLES[alphabet][data].view(np.int8).reshape(len(data), -1)[:, :length]
+    return np.take(_TABLES[alphabet], data).view(np.int8).reshape(len(data), -1)[:, :length]
 
 
 def _table(alphabet: Alphabet) -> np.ndarray:
@@ -168,7 +186,7 @@ def _table(alphabet: Alphabet) -> np.ndarray:
     left = np.arange(256)
     for i in reversed(range(alphabet.each)):
         left, digits[:, i] = left // alphabet.base, left % alphabet.base - alphabet.reach
-    return digits.view(f"V{alphabet.each}")[:, 0]
+    return digits.view(f"<u{alphabet.each}")[:, 0]
 
 
 _TABLES = {a: _table(a) for a in ALPHABETS if a.each > 1}
