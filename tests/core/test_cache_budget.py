@@ -126,6 +126,17 @@ def test_leaves_go_before_their_parents_whatever_the_stamps_say(opened, folder):
     assert counts(store)["blocks_evicted"] > 20
 
 
+def test_of_a_prompt_larger_than_the_budget_the_beginning_is_kept(opened):
+    store = opened(disk_budget=size(9))
+    other = put(store, prompt(1), 1)
+    headers = put(store, prompt(2, 80), 2)
+    assert there(store, other) == [False] * 4
+    kept = there(store, headers)
+    assert kept == [True] * 9 + [False] * 11
+    assert counts(store)["blocks_evicted"] == 4 and counts(store)["writes_dropped"] == 11
+    assert there(store, put(store, prompt(3, 8), 3)) == [True] * 2
+
+
 def test_the_least_recently_used_goes_first(opened):
     store = opened(disk_budget=size(9))
     first, second = put(store, prompt(1), 10), put(store, prompt(2), 20)
@@ -197,7 +208,7 @@ def test_no_room_at_all_is_said(opened, folder):
     headers = put(store, prompt(1))
     assert there(store, headers) == [False] * 4
     assert counts(store)["writes_dropped"] == 4
-    assert "can't be deleted" in store.stats()["problem"]
+    assert "nothing there can go" in store.stats()["problem"]
     assert f"{folder_bytes(folder)} bytes in the folder" in store.stats()["problem"]
 
 
@@ -323,7 +334,7 @@ def test_a_disk_that_others_filled_is_said_and_recovers(small_disk):
     store.put(record, 1)
     assert store.flush() and read(store, record.header) == "ram"
     assert "No space left" in store.stats()["problem"]
-    assert counts(store)["writes_dropped"] == 1
+    assert counts(store)["writes_dropped"] >= 1
     filler.unlink()
     deadline = time.monotonic() + 20
     while store.stats()["problem"] and time.monotonic() < deadline:
@@ -332,6 +343,21 @@ def test_a_disk_that_others_filled_is_said_and_recovers(small_disk):
     assert store.stats()["problem"] is None
     assert not list(folder.rglob("*.part"))
     store.close()
+
+
+def test_what_only_memory_has_is_written_when_it_is_used(opened, folder, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, "I/O error")
+
+    store = opened(ram_budget=1 << 20)
+    assert store.ready()
+    monkeypatch.setattr(os, "writev", fail)
+    headers = put(store, prompt(1))
+    monkeypatch.undo()
+    assert store.flush() and files(folder) == []
+    store._disk._paused_until = 0
+    assert there(store, headers) == [True] * 4
+    assert store.flush() and len(files(folder)) == 4
 
 
 @pytest.mark.parametrize("call", ["writev", "ftruncate", "utime", "rename", "open"])

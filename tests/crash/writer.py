@@ -62,7 +62,7 @@ def write_in_place() -> None:
     """The control: a record is written under its own name from the first byte on."""
 
     def careless(
-        self: DiskStore, ref: Ref, buffers: list[memoryview], size: int, stamp: int
+        self: DiskStore, ref: Ref, buffers: list[memoryview], size: int, stamp: int, orphan: bool
     ) -> None:
         path = Path(self._folder.path(ref))
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -78,6 +78,16 @@ class ReadJob:
         return None
 
 
+class Coming(Protocol):
+    """Records on their way to the disk."""
+
+    def awaits(self, parent: bytes) -> bool:
+        """Whether one of them hangs off `parent`."""
+
+    def wait_written(self, key: bytes) -> None:
+        """Wait while another thread is writing the record `key`."""
+
+
 class NoRoom(Exception):
     """The budget has no room for the record, whatever is deleted."""
 
@@ -85,8 +95,8 @@ class NoRoom(Exception):
 class DiskStore:
     """The records of one folder, whose files together never exceed `budget` bytes.
 
-    Opening and the first scan run on a thread of their own; until they are through, a lookup asks
-    the file system. All methods may be called from any thread; `write` and `write_touches` may
+    `start` opens and scans it on a thread of its own; until that is through, a lookup asks the file
+    system. All methods may be called from any thread; `write` and `write_touches` may
     take long, the others only as long as the files they name.
     """
 
@@ -116,6 +126,11 @@ class DiskStore:
         self._paused_until = 0.0
         self._is_open = False
         self._ready = threading.Event()
+        self._coming: Coming
+
+    def start(self, coming: Coming) -> None:
+        """Open and scan the folder; `coming` are the records on their way to `write`."""
+        self._coming = coming
         threading.Thread(target=self._begin, name="thunder-scan", daemon=True).start()
 
     # Looking up
@@ -310,6 +325,10 @@ class DiskStore:
             self._counters.add("writes_dropped")
         return written
 
+    def reconsider(self, parent: bytes) -> None:
+        """A record that hangs off `parent` is no longer on its way, written or not."""
+        self._index.offer(parent)
+
     def _is_there(self, ref: Ref) -> bool:
         """Whether a file is as good as the record, by the folder itself: the index may be old."""
         known = self._index.get(ref.key)
@@ -330,8 +349,13 @@ class DiskStore:
             raise ValueError(f"a record of {size} bytes exceeds the budget of {self.budget}")
         if not self._is_open:
             self._open()
+        orphan = False
+        if self._usage_seen.bytes + size > self.budget and record.header.start:
+            # Something will have to go for this record: not without its parent being there.
+            self._coming.wait_written(ref.parent)
+            orphan = self._index.get(ref.parent) is None
         try:
-            self._write_file(ref, buffers, size, stamp)
+            self._write_file(ref, buffers, size, stamp, orphan)
         except OSError as error:
             # Each of these has one remedy, tried once.
             if error.errno in _FULL:
@@ -342,12 +366,14 @@ class DiskStore:
                 self._folder.set_aside(ref)
             else:
                 raise
-            self._write_file(ref, buffers, size, stamp)
+            self._write_file(ref, buffers, size, stamp, orphan)
         return True
 
-    def _write_file(self, ref: Ref, buffers: list[memoryview], size: int, stamp: int) -> None:
+    def _write_file(
+        self, ref: Ref, buffers: list[memoryview], size: int, stamp: int, orphan: bool
+    ) -> None:
         with self._folder.exclusive():
-            self._reserve(size)
+            self._reserve(size, orphan)
             try:
                 fd, temporary = self._folder.create_temporary(size)
             except OSError:
@@ -382,7 +408,7 @@ class DiskStore:
     def _failed(self, error: Exception) -> None:
         """Say why, and let a disk that fails alone for a while: longer each time."""
         self._note("write", error)
-        if isinstance(error, (OSError, NoRoom)):
+        if isinstance(error, OSError):
             self._failures += 1
             pause = min(0.25 * 2**self._failures, _MAX_PAUSE_SECONDS)
             self._paused_until = time.monotonic() + pause
@@ -443,34 +469,37 @@ class DiskStore:
         self._save(total)
         return total
 
-    def _reserve(self, size: int) -> None:
+    def _reserve(self, size: int, orphan: bool) -> None:
+        """Make room. Nothing goes for an orphan, which can't be reached without its parent."""
         used = self._usage().bytes
-        if used + size > self.budget:
+        if used + size > self.budget and not orphan:
             used = self._evict(used, self.budget - size)
         if used + size > self.budget:
-            raise NoRoom(f"{used} of {self.budget} bytes are taken by files that can't be deleted")
+            raise NoRoom(f"{used} of {self.budget} bytes are taken, and nothing there can go")
         self._save(used + size)
 
     def _evict(self, used: int, goal: int) -> int:
         """Delete what was set aside, then the least recently used leaves; returns the bytes left.
 
-        A scan for what other processes did comes first, but not more often than the clock allows,
-        unless nothing else is left to delete.
+        A scan, for what other processes did, comes before and when nothing is left to delete, but
+        not more often than the clock allows.
         """
-        rescanned = False
-        if self._stale and time.monotonic() - self._scanned_at > _RESCAN_SECONDS:
-            used, rescanned = self._rescan(), True
+        used = self._rescan_if(self._stale, used)
         if used > goal:
             used -= self._folder.remove_bad()
         while used > goal:
-            entry = self._index.victim()
+            entry = self._index.victim(self._coming.awaits)
             if entry is not None:
                 used -= self._evict_one(entry)
-            elif not rescanned:
-                used, rescanned = self._rescan(), True
-            else:
+            elif (recounted := self._rescan_if(True, used)) == used:
                 break
+            else:
+                used = recounted
         return used
+
+    def _rescan_if(self, wanted: bool, used: int) -> int:
+        due = time.monotonic() - self._scanned_at > _RESCAN_SECONDS
+        return self._rescan() if wanted and due else used
 
     def _evict_one(self, entry: Entry) -> int:
         """Delete an entry's file, unless another process used it lately; the bytes freed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from thunder_patches.cache.folder import Found
@@ -83,13 +83,22 @@ class Index:
                     self._pins.pop(key, None)
                     self._offer(key)
 
-    def victim(self) -> Entry | None:
-        """The least recently used leaf that is neither pinned nor stuck; it stays until removed."""
+    def offer(self, key: bytes) -> None:
+        """Look again at whether the record may go."""
+        with self._lock:
+            self._offer(key)
+
+    def victim(self, awaits: Callable[[bytes], bool]) -> Entry | None:
+        """The least recently used leaf that is neither pinned nor stuck; it stays until removed.
+
+        awaits: whether a record on its way to the disk hangs off a key; `offer` that key when the
+        record is there, or isn't coming.
+        """
         with self._lock:
             while self._heap:
                 stamp, key = self._heap[0]
                 entry = self._entries.get(key)
-                if entry is None or not self._evictable(entry):
+                if entry is None or not self._evictable(entry) or awaits(key):
                     heapq.heappop(self._heap)
                 elif entry.stamp != stamp:
                     heapq.heapreplace(self._heap, (entry.stamp, key))

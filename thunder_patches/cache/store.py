@@ -66,10 +66,11 @@ class CacheStore:
             self._queue = WriteQueue(
                 self._disk.write,
                 idle=self._disk.write_touches,
-                dropped=lambda record: self._counters.add("writes_dropped"),
+                gone=self._gone,
                 threads=writers,
                 max_bytes=queue_bytes,
             )
+            self._disk.start(self._queue)
         self._readers = ThreadPoolExecutor(READERS, "thunder-read")
         self._ahead = ThreadPoolExecutor(READERS, "thunder-ahead") if prefetch else None
         self._coming: dict[bytes, Future[None]] = {}
@@ -210,10 +211,18 @@ class CacheStore:
     # Keeping
 
     def touch(self, keys: Sequence[bytes], stamp: int) -> None:
-        """Note a use of these records at `stamp` (ns); the writers persist it when they're idle."""
-        if self._disk is not None and self._queue is not None and keys:
-            self._disk.touch(keys, stamp)
-            self._queue.poke()
+        """Note a use of these records at `stamp` (ns); the writers persist it when they're idle.
+
+        One that is in memory only, because it couldn't be written or was deleted, is written again.
+        """
+        if self._disk is None or self._queue is None:
+            return
+        self._disk.touch(keys, stamp)
+        for key in keys:
+            record = self._ram.peek(key)
+            if record is not None and not self._disk.knows(record.header.ref):
+                self._queue.put(record, stamp)
+        self._queue.poke()
 
     def pin(self, keys: Sequence[bytes], owner: str) -> None:
         """Keep these records, and all that they hang off, until `owner` unpins them."""
@@ -262,6 +271,12 @@ class CacheStore:
             "problem": "; ".join(f"{kind}: {text}" for kind, text in problems.items()) or None,
             "last_fault": self._disk.last_fault if self._disk is not None else None,
         }
+
+    def _gone(self, record: Record, dropped: bool) -> None:
+        if dropped:
+            self._counters.add("writes_dropped")
+        if self._disk is not None:
+            self._disk.reconsider(record.header.parent)
 
     def _in_memory(self, parent: bytes, kind: Kind) -> dict[bytes, Ref]:
         refs = self._ram.after(parent)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 
 from thunder_patches.cache.record import Record, Ref, Tree
 
@@ -14,9 +15,10 @@ class WriteQueue:
     """Calls `write(record, stamp)` for each record put in, on threads of its own.
 
     At most `max_bytes` wait (but always the newest): when there are more, the oldest that no thread
-    has taken yet is dropped, and `dropped(record)` called. A record can be looked up from the
-    moment it's put in until it's written. `idle()` is called on a writer thread after `poke`, when
-    nothing waits. None of these three may raise; the queue survives it if they do.
+    has taken yet is dropped. A record can be looked up from the moment it's put in until it's
+    written; then, or when it's dropped, `gone(record, dropped)` is called. `idle()` is called on a
+    writer thread after `poke`, when nothing waits. None of these may raise; the queue survives it
+    if they do.
     """
 
     def __init__(
@@ -24,13 +26,13 @@ class WriteQueue:
         write: Callable[[Record, int], object],
         *,
         idle: Callable[[], object],
-        dropped: Callable[[Record], object],
+        gone: Callable[[Record, bool], object],
         threads: int,
         max_bytes: int,
     ) -> None:
         self._write = write
         self._idle = idle
-        self._dropped = dropped
+        self._gone = gone
         self._max_bytes = max_bytes
         self._n_threads = threads
         self._changed = threading.Condition()
@@ -69,7 +71,7 @@ class WriteQueue:
             self._start()
             self._changed.notify_all()
         for oldest in lost:
-            self._dropped(oldest)
+            self._gone(oldest, True)
 
     def get(self, key: bytes) -> Record | None:
         with self._changed:
@@ -79,6 +81,16 @@ class WriteQueue:
         """The records on their way that hang off `parent`."""
         with self._changed:
             return self._tree.after(parent)
+
+    def awaits(self, parent: bytes) -> bool:
+        """Whether a record on its way hangs off `parent`."""
+        with self._changed:
+            return parent in self._tree
+
+    def wait_written(self, key: bytes) -> None:
+        """Wait while another thread is writing the record."""
+        with self._changed:
+            self._changed.wait_for(lambda: key not in self._writing)
 
     def poke(self) -> None:
         """Have `idle` called soon."""
@@ -105,7 +117,7 @@ class WriteQueue:
             self._waiting.clear()
             self._changed.notify_all()
         for record in lost:
-            self._dropped(record)
+            self._gone(record, True)
         for thread in self._threads:
             thread.join(timeout=1.0)
         return done
@@ -143,19 +155,21 @@ class WriteQueue:
                 else:
                     self._poked = False
                 self._busy += 1
-            try:
+            # The store's own callbacks report their faults; a thread that dies would not.
+            with suppress(Exception):
                 if record is None:
                     self._idle()
                 else:
                     self._write(record, stamp)
-            except Exception:
-                # The store's own callbacks report their faults; a thread that dies would not.
-                pass
-            finally:
-                with self._changed:
-                    self._busy -= 1
-                    if record is not None:
-                        del self._writing[record.header.key]
-                        self._forget(record)
-                        del record
+            with self._changed:
+                if record is not None:
+                    del self._writing[record.header.key]
+                    self._forget(record)
                     self._changed.notify_all()
+            if record is not None:
+                with suppress(Exception):
+                    self._gone(record, False)
+                del record
+            with self._changed:
+                self._busy -= 1
+                self._changed.notify_all()
