@@ -31,9 +31,9 @@ SINKS = 4  # first tokens of a prompt, kept exact: their keys are outliers that 
 class Basis:
     """Centred, weighted PCA of the rows ``[first, first + heads)`` of a row tensor, over all of them.
 
-    A token's features x (heads * dim of them, head by head, keys with RoPE undone) become
-    ``y = (x - mean) @ encode`` and come back as ``y @ decode + mean``. In between they are weighted
-    by how much the model minds an error in them, so that all of y deserves the same step.
+    A token's features x (heads * dim of them, head by head, keys with RoPE undone) are
+    weighted head by head by how much the model minds an error in them, z = (x - mean) @ weight, so
+    that all of ``y = z @ directions`` deserves the same step; ``y @ decode + mean`` is x again.
 
     Args:
         mean: ``[heads, dim]``.
@@ -60,20 +60,15 @@ class Basis:
         return float(np.sqrt(self.variance.sum()))
 
     @cached_property
-    def encode(self) -> np.ndarray:
-        """float32 ``[heads * dim, rank]``."""
-        return _blockwise(self.weight, self.directions.astype(np.float32))
+    def axes(self) -> np.ndarray:
+        """The directions as float32."""
+        return self.directions.astype(np.float32)
 
     @cached_property
     def decode(self) -> np.ndarray:
         """float32 ``[rank, heads * dim]``."""
         turned = self.inverse.transpose(0, 2, 1)
-        return np.ascontiguousarray(_blockwise(turned, self.directions.astype(np.float32)).T)
-
-    @cached_property
-    def centre(self) -> np.ndarray:
-        """The mean in y: what encoding subtracts, float32 ``[rank]``."""
-        return self.mean.reshape(-1) @ self.encode
+        return np.ascontiguousarray(_blockwise(turned, self.axes).T)
 
 
 @dataclass(frozen=True)

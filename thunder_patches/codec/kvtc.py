@@ -225,7 +225,7 @@ def project(
     for basis in calibration.bases[name]:
         x = values[basis.first : basis.first + basis.heads] - basis.mean[:, None]
         z = np.matmul(x, basis.weight).transpose(1, 0, 2).reshape(len(x[0]), basis.mean.size)
-        coded.append(z @ basis.directions.astype(np.float32))
+        coded.append(z @ basis.axes)
         weighted.append(float(np.vdot(z, z)))
     return coded, weighted
 
