@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.folder import CacheFolder, edit_header, flip_bit, wait_for, write_nans
 from tests.e2e.steps import MISS, added, counts, served
 from tests.harness.fleet import BLOCK, Fleet
@@ -70,6 +72,7 @@ def test_c10_bad_files(fleet: Fleet, full: Model, tmp_path: Path, seed: int) -> 
     assert not {"corrupt", "set_aside"} & added({}, counts(server)).keys()
 
 
+@pytest.mark.one_hybrid
 def test_a_spoiled_snapshot(fleet: Fleet, model: Model, seed: int, tmp_path: Path) -> None:
     """Every snapshot has a flipped bit: recurrent and rotating layers start again, rows don't."""
     folder = CacheFolder(tmp_path / "cache")

@@ -8,7 +8,6 @@ import math
 
 import pytest
 
-from tests.e2e.conftest import stack_traces
 from tests.harness.compare import Answer, assert_same, assert_telling, differences
 from tests.harness.fleet import NO_HOST_CACHE, Fleet
 from tests.harness.models import CONFIGS, ModelFactory, text_of
@@ -62,16 +61,6 @@ def test_an_answer_that_proves_nothing_is_refused() -> None:
         assert_telling(dataclasses.replace(ANSWER, tokens=(1, 1, 2, 3)))
     with pytest.raises(AssertionError, match="vary"):
         assert_telling(dataclasses.replace(ANSWER, logprobs=(-0.5, -0.51, -0.5, -0.52)))
-
-
-def test_a_stack_trace_in_a_log_is_found() -> None:
-    """But for the line that tells of it, none of the log's other lines count."""
-    log = (
-        'INFO - fine\nTraceback (most recent call last):\n  File "a.py", line 1, in f\n'
-        "    x = d[1]\n        ~^^^\nKeyError: 1\nTraceback (most recent call last):\n"
-        '  File "b.py", line 2\nBrokenPipeError: [Errno 32] Broken pipe\nINFO - on it goes\n'
-    )
-    assert stack_traces(log) == ["KeyError: 1", "BrokenPipeError: [Errno 32] Broken pipe"]
 
 
 @pytest.mark.parametrize("arch", CONFIGS)

@@ -16,6 +16,7 @@ FAILED = (OSError, http.client.HTTPException, RuntimeError)
 
 
 @pytest.mark.parametrize("path", ["serial", "batched"])
+@pytest.mark.one_hybrid
 def test_c8_failure_inside(fleet: Fleet, model: Model, kind: str, seed: int, path: str) -> None:
     """Restored prefix, an error in the third chunk, a retry, a third client with that prefix.
 
@@ -44,6 +45,7 @@ def test_c8_failure_inside(fleet: Fleet, model: Model, kind: str, seed: int, pat
     served(fleet, server, model, args=args, prompt=long, cached=250, **extra)
 
 
+@pytest.mark.one_hybrid
 def test_c11_killed(fleet: Fleet, model: Model, seed: int, tmp_path: Path) -> None:
     """A hard kill while a slowed writer is busy: finished files serve, no half one does."""
     folder = CacheFolder(tmp_path / "cache")
@@ -88,6 +90,7 @@ def test_c11_finished_blocks_are_reused(
     assert answer.cached_tokens >= min(whole, 5) * 32 - 32
 
 
+@pytest.mark.one_hybrid
 def test_c11_two_processes_on_one_folder(
     fleet: Fleet, model: Model, seed: int, tmp_path: Path
 ) -> None:

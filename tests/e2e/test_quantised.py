@@ -16,6 +16,7 @@ def arguments(bits: int) -> tuple[str, ...]:
     return ("--kv-bits", str(bits), "--kv-group-size", "32", "--quantized-kv-start", "0")
 
 
+@pytest.mark.one_hybrid
 def test_c18_quantised_kv(fleet: Fleet, model: Model, kind: str, seed: int, tmp_path: Path) -> None:
     """8 bits: store, restart, restore; then 4 bits on the same folder, then 8 again."""
     if not fleet.host.at_least("0.32.0"):

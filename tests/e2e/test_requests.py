@@ -32,12 +32,26 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+EVERY_KIND = ("temperature", "repetition-seed", "logit-bias", "top-logprobs")
+"""Enough for the kinds of layers, which sampling doesn't see; full attention has them all."""
+
+
+@pytest.mark.parametrize("name", EVERY_KIND)
 def test_the_stock_answer_on_every_kind_of_hit(
     fleet: Fleet, model: Model, seed: int, name: str
 ) -> None:
+    _miss_full_partial(fleet, model, seed, REQUESTS[name])
+
+
+@pytest.mark.parametrize("name", [name for name in REQUESTS if name not in EVERY_KIND])
+def test_the_stock_answer_with_full_attention(
+    fleet: Fleet, full: Model, seed: int, name: str
+) -> None:
+    _miss_full_partial(fleet, full, seed, REQUESTS[name])
+
+
+def _miss_full_partial(fleet: Fleet, model: Model, seed: int, request: dict[str, Any]) -> None:
     """A miss, the same again in full, and a longer prompt on what is known."""
-    request = REQUESTS[name]
     server = fleet.shared(model)
     telling = "top_logprobs" not in request and "max_tokens" not in request
     prompt = text_of(100, seed)

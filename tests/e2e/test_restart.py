@@ -15,6 +15,7 @@ from tests.harness.fleet import Fleet
 from tests.harness.models import Model, text_of
 
 
+@pytest.mark.one_hybrid
 def test_c12_restart(fleet: Fleet, model: Model, kind: str, seed: int) -> None:
     """Warm, stop, a new process with another PYTHONHASHSEED, the same prompts."""
     server = fleet.server(model, env={"PYTHONHASHSEED": "1"})
@@ -65,6 +66,7 @@ def test_a_stop_writes_what_is_queued(fleet: Fleet, full: Model, seed: int, stop
     served(fleet, server, full, prompt=prompt, cached=300)
 
 
+@pytest.mark.one_hybrid
 def test_c14_threads(fleet: Fleet, model: Model, seed: int, host_computes_batches: None) -> None:
     """Restores for several requests at once while writes go on; no stream error, right answers."""
     server = fleet.server(model, env={"HARNESS_SLOW_WRITES": "0.02"})
@@ -90,6 +92,7 @@ def test_c14_threads(fleet: Fleet, model: Model, seed: int, host_computes_batche
         assert answer.cached_tokens == answer.prompt_tokens
 
 
+@pytest.mark.one_hybrid
 def test_c15_at_once(fleet: Fleet, model: Model, seed: int) -> None:
     """The second request 0 ms after the first, a slowed writer, room for one entry in RAM."""
     server = fleet.shared(model, env={"HARNESS_SLOW_WRITES": "1.0", "THUNDER_RAM_CACHE_MB": "1"})

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
+
+import mlx.core as mx
+from packaging.version import Version
 
 from ...patching.guard import is_on, shield
 from ..arguments import named, replaced
@@ -16,16 +21,42 @@ from .requests import current
 
 def generate_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wraps ``generate_step(prompt, model, ..., prompt_cache, prompt_progress_callback)``."""
+    with shield("ssd_cache", "penalties"):
+        args, kwargs = _penalised_whole(wrapped, args, kwargs)
     with shield("ssd_cache", "start"):
         given = named(wrapped, args, kwargs)
-        request, cache = current(), given.get("prompt_cache")
+        request, caches = current(), given.get("prompt_cache")
         if (sequence := _sequence(given)) is not None and given.get("input_embeddings") is None:
             assert request is not None
             logits = request.hit.logits if request.hit is not None else None
             held = len(sequence) - len(given["prompt"])
             steps = SerialSteps(given["model"], sequence, held, loaded.prefill, logits)
-            return _generate(wrapped, args, kwargs, steps, sequence, cache)
+            return _generate(wrapped, args, kwargs, steps, sequence, caches)
     return wrapped(*args, **kwargs)
+
+
+def _penalised_whole(wrapped: Any, args: Any, kwargs: Any) -> Any:
+    """The call with logits processors that see the tokens in the cache before those of the prompt.
+
+    From 0.32 on the host hands them the whole prompt, but of a cached prompt only the rest, so that
+    an answer with penalties would depend on what is cached. Before, they saw its last token alone.
+    """
+    given, request = named(wrapped, args, kwargs), current()
+    held = len(request) - len(given["prompt"]) if request is not None else 0
+    processors = given.get("logits_processors")
+    if request is None or held <= 0 or not processors or not _shows_prompts():
+        return args, kwargs
+    before = mx.array(request[:held], dtype=given["prompt"].dtype)
+
+    def whole(processor: Any) -> Any:
+        return lambda tokens, logits: processor(mx.concatenate([before, tokens]), logits)
+
+    return replaced(wrapped, args, kwargs, logits_processors=[whole(p) for p in processors])
+
+
+@functools.cache
+def _shows_prompts() -> bool:
+    return Version(sys.modules["mlx_lm"].__version__) >= Version("0.32.0")
 
 
 def speculative_generate_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -65,12 +96,12 @@ def _generate(
     kwargs: Any,
     steps: SerialSteps,
     sequence: AnySequence,
-    cache: Any,
+    caches: Any,
 ) -> Iterator[Any]:
     length = len(sequence)
     args, kwargs = replaced(wrapped, args, kwargs, model=steps)
     if not sequence.session.exact_decode:
-        keep_out_decoded(cache)
+        keep_out_decoded(caches)
     answer: list[int] = []
     try:
         for token, logprobs in wrapped(*args, **kwargs):
@@ -80,7 +111,7 @@ def _generate(
         with shield("ssd_cache", "answer"):
             if length < steps.position <= length + len(answer):
                 sequence.extend(answer[: steps.position - length])
-                sequence.store(cache, steps.position, snapshot=True, decoded=True)
+                sequence.store(caches, steps.position, snapshot=True, decoded=True)
 
 
 def maybe_quantize_kv_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
