@@ -205,7 +205,7 @@ def test_no_room_at_all_is_said(opened, folder):
     folder.mkdir(parents=True)
     (folder / "mine.txt").write_bytes(b"x" * size(10))
     store = opened(disk_budget=size(10))
-    headers = put(store, prompt(1))
+    headers = [put(store, prompt(n, 4))[0] for n in range(4)]
     assert there(store, headers) == [False] * 4
     assert counts(store)["writes_dropped"] == 4
     assert "nothing there can go" in store.stats()["problem"]

@@ -203,11 +203,27 @@ def test_wrong_targets_are_a_miss_and_harm_nothing(opened):
         store = opened(ram_budget=budget)
         header = filled(store)[0]
         wanted, _ = job(header)
-        for targets in ({"k0": [memoryview(bytearray(3))]}, {"k0": [memoryview(bytes(120))]}):
+        for targets in (
+            {"k0": [memoryview(bytearray(3))]},
+            {"k0": [memoryview(bytes(120))]},
+            {"logits": [memoryview(bytearray(28))]},
+        ):
             fields = {name: getattr(wanted, name) for name in wanted.__slots__}
             assert store.read_many([type(wanted)(**{**fields, "targets": targets})]) == [None]
         assert read(store, header) is not None
     assert counts(store)["corrupt"] == 0
+
+
+def test_records_in_memory_are_handed_out_as_they_are(opened):
+    store = opened(ram_budget=1 << 20)
+    headers = filled(store)
+    jobs = [job(header)[0] for header in headers]
+    held = store.held(jobs)
+    assert [record.header for record in held] == headers
+    assert held[0].data[0] == block_data(headers[0])[0]
+    other = job(block(ROOT, [9, 9, 9, 9], 0).header)[0]
+    assert store.held([*jobs, other]) is None
+    assert opened().held(jobs) is None, "they are on the disk only"
 
 
 def test_many_are_read_at_once_each_into_its_own_targets(opened):

@@ -267,6 +267,7 @@ class DiskStore:
         except Unwanted as error:
             self._set_aside(ref, error)
         except Outside as error:
+            self._forget(ref.key)
             self._note("read", error)
         except OSError as error:
             self._counters.add("read_errors")
@@ -475,7 +476,9 @@ class DiskStore:
         if used + size > self.budget and not orphan:
             used = self._evict(used, self.budget - size)
         if used + size > self.budget:
-            raise NoRoom(f"{used} of {self.budget} bytes are taken, and nothing there can go")
+            reason = "the record's parent isn't stored" if orphan else "nothing there can go"
+            raise NoRoom(f"{used} of {self.budget} bytes are taken, and {reason}")
+        self.problems.pop("budget", None)
         self._save(used + size)
 
     def _evict(self, used: int, goal: int) -> int:

@@ -280,6 +280,17 @@ def _parse(places: dict[str, Any], length: int) -> Head:
     return Head(header, tuple(parts), 8 + length, meta["checksum"], meta["lossy"])
 
 
+def check_targets(header: Header, targets: Mapping[str, Segments]) -> None:
+    """Raise ValueError unless each target is that of a tensor of the record, and of its size."""
+    sizes = {spec.name: spec.nbytes for spec in header.tensors}
+    for name, segments in targets.items():
+        found = sum(s if isinstance(s, int) else s.nbytes for s in segments)
+        if found != sizes.get(name):
+            raise ValueError(
+                f"{name}: expected targets of {sizes.get(name, 'no')} bytes, found {found}"
+            )
+
+
 def read_into(fd: int, head: Head, targets: Mapping[str, Segments], codec: Codec) -> None:
     """Read the payload into `targets` (by tensor name) and check it.
 
@@ -289,13 +300,12 @@ def read_into(fd: int, head: Head, targets: Mapping[str, Segments], codec: Codec
     """
     if head.lossy and not codec.allows_lossy:
         raise Unwanted(f"stored with {head.lossy}, which isn't exact")
-    encoded: dict[str, bytearray] = {}
-    for part in head.parts:
-        segments = targets.get(part.spec.name)
-        if segments is not None:
-            _check_size(part.spec, segments)
-        if part.codec != "raw" and segments is not None:
-            encoded[part.spec.name] = bytearray(part.end - part.begin)
+    check_targets(head.header, targets)
+    encoded = {
+        part.spec.name: bytearray(part.end - part.begin)
+        for part in head.parts
+        if part.codec != "raw" and part.spec.name in targets
+    }
     os.lseek(fd, head.payload, os.SEEK_SET)
     digest = xxhash.xxh3_64()
     update = digest.update
@@ -322,9 +332,8 @@ def read_record(fd: int, head: Head, codec: Codec) -> Record:
     return Record(head.header, tuple(data.values()))
 
 
-def copy_into(spec: TensorSpec, data: Buffer, segments: Segments) -> None:
-    """Copy a tensor's bytes to its targets; raises ValueError when their size isn't its own."""
-    _check_size(spec, segments)
+def copy_into(data: Buffer, segments: Segments) -> None:
+    """Copy a tensor's bytes to its targets."""
     source = flat(data)
     at = 0
     for segment in segments:
@@ -348,13 +357,7 @@ def _decode_into(
         raise BadFile(
             f"{part.spec.name}: expected {part.spec.nbytes} bytes, decoded {decoded.nbytes}"
         )
-    copy_into(part.spec, decoded, segments)
-
-
-def _check_size(spec: TensorSpec, segments: Segments) -> None:
-    found = sum(s if isinstance(s, int) else s.nbytes for s in segments)
-    if found != spec.nbytes:
-        raise ValueError(f"{spec.name}: expected targets of {spec.nbytes} bytes, found {found}")
+    copy_into(decoded, segments)
 
 
 def _destinations(

@@ -89,8 +89,8 @@ class Folder:
         digits = parent.hex()
         folder = join(self.root, "snapshots", digits[:2], digits)
         try:
-            self._check_inside(folder)
             names = os.listdir(folder)
+            self._check_inside(folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
         return [ref for name in names if (ref := _snapshot_ref(name, parent)) is not None]
@@ -99,8 +99,8 @@ class Folder:
         """The record's file, when a regular file has its name."""
         path = self.path(ref)
         try:
-            self._check_inside(dirname(path))
             status = os.lstat(path)
+            self._check_inside(dirname(path))
         except (FileNotFoundError, NotADirectoryError):
             return None
         if not stat.S_ISREG(status.st_mode):
@@ -266,17 +266,11 @@ class Folder:
         moving: set[int] = set()
         total = _size(join(self.root, "tmp"), moving)
         found: list[Found] = []
-        for entry in os.scandir(self.root):
-            if entry.name == "tmp":
-                continue
-            if not entry.is_dir(follow_symlinks=False):
-                total += entry.stat(follow_symlinks=False).st_size
-                continue
-            for path, status in _files(entry.path):
-                if status.st_ino not in moving:
-                    total += status.st_size
-                if stat.S_ISREG(status.st_mode) and (ref := self._ref(path)) is not None:
-                    found.append(Found(ref, status.st_size, status.st_mtime_ns))
+        for path, status in _files(self.root, skip=join(self.root, "tmp")):
+            if status.st_ino not in moving:
+                total += status.st_size
+            if stat.S_ISREG(status.st_mode) and (ref := self._ref(path)) is not None:
+                found.append(Found(ref, status.st_size, status.st_mtime_ns))
         return found, total
 
     def _ref(self, path: str) -> Ref | None:
@@ -334,12 +328,14 @@ def _snapshot_ref(name: str, parent: bytes) -> Ref | None:
     return Ref("snapshot", bytes.fromhex(key), parent, int(tail), end is not None)
 
 
-def _files(path: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Everything below `path` that is no directory; links are not followed."""
+def _files(path: str, skip: str | None = None) -> Iterator[tuple[str, os.stat_result]]:
+    """Everything below `path`, but not below `skip`, that is no directory; follows no links."""
     folders = [path]
     while folders:
+        if (folder := folders.pop()) == skip:
+            continue
         try:
-            entries = list(os.scandir(folders.pop()))
+            entries = list(os.scandir(folder))
         except OSError:
             continue
         for entry in entries:

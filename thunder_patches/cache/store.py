@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from thunder_patches.cache.disk import Counts, DiskStore, ReadJob
-from thunder_patches.cache.file import Codec, RawCodec, copy_into
+from thunder_patches.cache.file import Codec, RawCodec, check_targets, copy_into
 from thunder_patches.cache.ram import RamTier
 from thunder_patches.cache.record import Header, Kind, Record, Ref
 from thunder_patches.cache.writer import WriteQueue
@@ -130,8 +130,8 @@ class CacheStore:
         """
         tick = time.time_ns()
         for job in jobs:
-            if (coming := self._coming.pop(job.key, None)) is not None:
-                coming.cancel()
+            if (ahead := self._coming.pop(job.key, None)) is not None:
+                ahead.cancel()
         running = [self._submit(self._readers, self._read, job, tick) for job in jobs[1:]]
         sources = [self._read(job, tick) for job in jobs[:1]]
         for job, future in zip(jobs[1:], running, strict=True):
@@ -165,9 +165,9 @@ class CacheStore:
         if job.refuses(record.header) is not None:
             return False
         try:
+            check_targets(record.header, job.targets)
             for spec, data in zip(record.header.tensors, record.data, strict=True):
-                if spec.name in job.targets:
-                    copy_into(spec, data, job.targets[spec.name])
+                copy_into(data, job.targets.get(spec.name, ()))
         except (ValueError, TypeError):
             return False
         return True
@@ -192,13 +192,14 @@ class CacheStore:
         """Have the files of these records read ahead, in the background, by four threads."""
         if self._ahead is None or self._disk is None:
             return
-        for key in [key for key, future in self._coming.items() if future.done()]:
-            self._coming.pop(key, None)
+        for key, future in list(self._coming.items()):
+            if future.done():
+                self._coming.pop(key, None)
         for key in keys:
             if key not in self._ram and key not in self._coming and self._disk.size(key):
-                future = self._submit(self._ahead, self._disk.read_ahead, key)
-                if future is not None:
-                    self._coming[key] = future
+                ahead = self._submit(self._ahead, self._disk.read_ahead, key)
+                if ahead is not None:
+                    self._coming[key] = ahead
 
     def _submit(
         self, pool: ThreadPoolExecutor, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -268,7 +269,8 @@ class CacheStore:
                 "bytes": self._queue.bytes if self._queue is not None else 0,
                 "blocks": len(self._queue) if self._queue is not None else 0,
             },
-            "problem": "; ".join(f"{kind}: {text}" for kind, text in problems.items()) or None,
+            "problem": "; ".join(f"{kind}: {text}" for kind, text in list(problems.items()))
+            or None,
             "last_fault": self._disk.last_fault if self._disk is not None else None,
         }
 
