@@ -27,6 +27,7 @@ def test_c7_a_cancelled_prefill_is_kept(fleet: Fleet, model: Model, seed: int) -
         server.stream(prompt=prompt, hang_up=lambda signs: signs >= 3)
     answer = served(fleet, server, model, args=args, prompt=prompt, cached=range(64, 901))
     assert answer.cached_tokens is not None and answer.cached_tokens >= 64
+    fleet.new_logs()  # the host tells of the broken connection
 
 
 def test_c20_signs_of_life_come_from_a_timer(fleet: Fleet, full: Model, seed: int) -> None:

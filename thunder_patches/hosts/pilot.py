@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -94,8 +95,19 @@ def looked_up(
     match = Match(outcome.cached_tokens, grain)
     chat.miss = explain(chat.messages, tokens, seen, index(), match, found)
     miss = chat.miss.to_json(text=True) if chat.miss is not None else None
-    index().record(seen, chat.messages, tokens, found.ends, miss=miss)
-    _save_soon()
+    # Describing new messages takes time, and the generation thread has none.
+    _recorder().submit(_record, seen, chat.messages, list(tokens), found.ends, miss)
+
+
+def _record(*prompt: Any) -> None:
+    with shield("context_pilot", "record"):
+        index().record(*prompt[:4], miss=prompt[4])
+        _save_soon()
+
+
+@cache
+def _recorder() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "thunder-pilot")
 
 
 @cache
