@@ -108,8 +108,11 @@ def _assemble(
                 held[name][first : first + heads, : min(piece.use, length - piece.start)]
                 for held, piece in zip(tensors, pieces, strict=True)
             ]
-            parts.append(mx.zeros((heads, capacity - length, dim), DTYPES[dtype]))
-            rows[path, i] = mx.concatenate(parts, axis=1)[None]
+            before, after = (
+                mx.zeros((heads, size, dim), DTYPES[dtype])
+                for size in (pieces[0].start, capacity - length)
+            )
+            rows[path, i] = mx.concatenate([before, *parts, after], axis=1)[None]
     whole = {name: array for name, array in tensors[-1].items() if name not in layout.groups}
     mx.eval(list(rows.values()))
     return rows, whole
