@@ -72,8 +72,8 @@ def release_adapted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def bring_in_adapted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wraps ``load_adapters`` too: experts that an adapter is for can't stay on disk, because the
-    host would not find them and leave their part of the adapter out."""
+    """Wraps ``load_adapters`` too: experts that an adapter is for can't stay on disk. The host
+    would not find them: it refuses the adapter then, or, before 0.32, leaves that part out."""
     given = named(wrapped, args, kwargs)
     brought = _bring_in(given["model"], Path(given["adapter_path"]))
     model = wrapped(*args, **kwargs)
