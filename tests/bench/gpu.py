@@ -213,7 +213,9 @@ def measure(bench: Bench, size: int) -> dict[str, Any]:
         for a, b in zip(expected, bench.decode(ssd_logits, ssd_caches), strict=True)
     )
     control = bench.decode(logits, [c for c in bench.warm(tokens)[1]])
-    control_differs = not np.array_equal(control[0], bench.decode(-logits, bench.warm(tokens)[1])[0])
+    control_differs = not np.array_equal(
+        control[0], bench.decode(-logits, bench.warm(tokens)[1])[0]
+    )
     ssd = statistics.median(ssd_times)
     return {
         "tokens": size,
