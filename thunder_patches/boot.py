@@ -1,31 +1,74 @@
-"""Runs in every Python process of the environment, so it is next to nothing: a finder that waits
-for the hosts' modules. All else is imported when one of them is. Not even ``typing`` or
-``__future__`` are, hence no annotations: they would cost more than this module does.
+"""Waits for the hosts' modules: finds nothing itself, asks the other finders, and arms the host's
+trigger once the module has run. Standard library only; what patches is imported when a server
+starts.
 """
 
+from __future__ import annotations
 
-def install():  # type: ignore[no-untyped-def]
-    """Wait for the hosts, unless ``THUNDER=0``. Calling it again does nothing."""
-    # As globals these two would outlive the finder and slow the interpreter's end.
-    import os
-    import sys
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
-    off = os.environ.get("THUNDER", "").strip().lower() in ("0", "false", "off", "no")
-    if not off and HostFinder not in sys.meta_path:
-        sys.meta_path.insert(0, HostFinder)
+from thunder_patches import HostFinder
+
+# The modules waited for, each with its host.
+_waiting = {"mlx_lm.server": "mlx_lm", "omlx.server": "omlx"}
+if "mlx_lm.server" in sys.orig_argv:
+    # `python -m` runs the server as __main__, so that its name is never imported. It is reached
+    # through a module that it imports.
+    _waiting["mlx_lm.models.cache"] = "mlx_lm"
+
+_asking: set[str] = set()
 
 
-class HostFinder:
-    """Hands the modules that tell a host's server over to `thunder_patches.patching.finder`."""
-
-    modules = ("mlx_lm.server", "mlx_lm.models.cache", "omlx.server")
-
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):  # type: ignore[no-untyped-def]
-        if name in cls.modules:
-            try:
-                from thunder_patches.patching import finder
-            except Exception:  # a torn installation: the host stays stock
-                return None
-            return finder.find(name, path, target)
+def find(name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+    """The spec that the other finders give, its loader told to call back."""
+    if name not in _waiting or name in _asking:
         return None
+    _asking.add(name)
+    try:
+        for finder in list(sys.meta_path):
+            ask = None if finder is HostFinder else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = ask(name, path, target) if ask else None
+            if spec is not None:
+                _shadow_loader(spec)
+                return spec
+        return None
+    finally:
+        _asking.discard(name)
+
+
+def _shadow_loader(spec: ModuleSpec) -> None:
+    """Learn when the module has run. The loader stays the object that it was: its method is
+    covered on the instance for one call."""
+    loader: Any = spec.loader
+
+    def exec_module(module: ModuleType) -> None:
+        if module.__name__ == spec.name and vars(loader).get("exec_module") is exec_module:
+            if own is None:
+                del loader.exec_module
+            else:
+                loader.exec_module = own
+        host_exec(module)
+        host = _waiting.pop(module.__name__, None)
+        if host is not None:
+            _arm(host, module)
+
+    try:
+        own = vars(loader).get("exec_module")
+        host_exec = loader.exec_module
+        loader.exec_module = exec_module
+    except Exception:  # a loader without instance attributes: the host stays stock
+        return
+
+
+def _arm(host: str, module: ModuleType) -> None:
+    """A fault of ours never breaks the host's import."""
+    try:
+        from thunder_patches.patching import trigger
+
+        trigger.arm(host, module)
+    except Exception as error:
+        print(f"thunder: off, because of {type(error).__name__}: {error}", file=sys.stderr)

@@ -70,7 +70,7 @@ def make(folder: Path, install: Sequence[str] = ()) -> Environment:
     if install:
         pip = [sys.executable, "-m", "pip", "--python", str(found.python), "install", "--no-deps"]
         options = ["--no-build-isolation", "--no-index", "--disable-pip-version-check", "-q"]
-        subprocess.run([*pip, *options, *install], check=True, timeout=120)
+        subprocess.run([*pip, *options, *install], check=True, timeout=240)
     return found
 
 
@@ -79,7 +79,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built once."""
     out = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
-    subprocess.run([*build, str(ROOT)], check=True, timeout=120, capture_output=True)
+    subprocess.run([*build, str(ROOT)], check=True, timeout=240, capture_output=True)
     [found] = out.glob("*.whl")
     return found
 

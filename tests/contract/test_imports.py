@@ -49,7 +49,6 @@ def test_contracts_can_break(tmp_path: Path) -> None:
         "config.py": "",
         "observe/__init__.py": "import mlx",
         "patching/__init__.py": "",
-        "patching/finder.py": "",
         "patching/trigger.py": "",
         "hosts/__init__.py": "",
         "cli/__init__.py": "import thunder_patches.hosts",

@@ -17,8 +17,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from thunder_patches import __version__, config
-from thunder_patches.boot import HostFinder
+from thunder_patches import HostFinder, __version__, config
 from thunder_patches.config import Settings
 from thunder_patches.patching import compat, host, report
 from thunder_patches.patching.patch import State
