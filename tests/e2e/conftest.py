@@ -19,7 +19,7 @@ KINDS = {
 """Model kinds by how their layers keep state, each with the architecture that stands for it."""
 
 
-NOT_YET = {"sliding"}
+NOT_YET: set[str] = set()
 """Kinds that are not expected to hit yet; a test that passes all the same is shown as XPASS."""
 
 
@@ -82,7 +82,12 @@ ERROR_SIGNS = ("Traceback", "There is no Stream", "the request goes on without i
 
 
 @pytest.fixture
-def host_computes_batches(request: pytest.FixtureRequest, kind: str, fleet: Fleet) -> None:
-    """Marks what the stock server itself gets wrong: ragged hybrid batches before 0.32."""
+def batch_tolerance(request: pytest.FixtureRequest, kind: str, fleet: Fleet) -> float:
+    """How far logprobs of the stock server itself are off in a batch.
+
+    It brings rings of rotating caches into another order, and computes ragged hybrid batches
+    wrongly before 0.32.
+    """
     if kind.startswith("hybrid") and not fleet.host.at_least("0.32.0"):
         request.applymarker(pytest.mark.xfail(reason="wrong in the stock server", strict=False))
+    return 1e-4 if kind == "sliding" else 0.0

@@ -22,7 +22,7 @@ RAM_MB = 1
 
 @pytest.mark.one_hybrid
 def test_c16_parallel(
-    fleet: Fleet, model: Model, kind: str, seed: int, host_computes_batches: None
+    fleet: Fleet, model: Model, kind: str, seed: int, batch_tolerance: float
 ) -> None:
     """Six prompts with a shared prefix at once, RAM for two entries, some clients hang up."""
     server = fleet.server(model, env={"THUNDER_RAM_CACHE_MB": str(RAM_MB)})
@@ -44,7 +44,7 @@ def test_c16_parallel(
         )
         for i, answer in enumerate(answers):
             if i not in leaving:
-                assert_same(expected[i], answer, what=f"prompt {i}")
+                assert_same(expected[i], answer, batch_tolerance, what=f"prompt {i}")
         finished += 6
     server.may_fail = True  # the host logs a stack trace for each client that has left
     assert "There is no Stream" not in server.log()

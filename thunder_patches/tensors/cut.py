@@ -104,7 +104,8 @@ def _copy(pieces: list[mx.array]) -> mx.array:
     such a view would keep the whole cache alive and turn each in-place update of it into a copy.
     """
     if len(pieces) == 1:
-        return mx.bitwise_or(_bytes_of(pieces[0]), mx.array(0, mx.uint8))
+        # An element-wise result keeps its operand's order of axes in memory.
+        return mx.bitwise_or(mx.contiguous(_bytes_of(pieces[0])), mx.array(0, mx.uint8))
     return mx.concatenate(pieces, axis=0).view(mx.uint8)
 
 

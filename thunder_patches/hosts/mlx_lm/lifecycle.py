@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from typing import Any
 
 from ...config import Settings
@@ -16,15 +19,45 @@ def start(settings: Settings) -> None:
     """Called by the registry before the first patch of this host is applied."""
     report.add_section("cache", _cache)
     report.add_section("model", _model)
+    _write_on_sigterm()
+
+
+def _write_on_sigterm() -> None:
+    """SIGTERM, which the stock server leaves to the system, first lets the queue reach the disk.
+
+    Where something else handles the signal already, it stays in charge.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+
+    def write_and_end(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        # Not on this thread: it may have been stopped inside a lock that the store needs.
+        writer = threading.Thread(target=_write, daemon=True)
+        writer.start()
+        writer.join(_GRACE_S)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, write_and_end)
+
+
+_GRACE_S = 10.0
+"""How long SIGTERM waits for the writes."""
+
+
+def _write() -> None:
+    with shield("ssd_cache", "flush"):
+        runtime().store.flush(_GRACE_S)
+    with shield("context_pilot", "save"):
+        save_now()
 
 
 def stop_and_join(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """``ResponseGenerator.stop_and_join``: what is queued gets onto the disk."""
     result = wrapped(*args, **kwargs)
-    with shield("ssd_cache", "flush"):
-        runtime().store.flush(30)
-    with shield("context_pilot", "save"):
-        save_now()
+    _write()
     return result
 
 
