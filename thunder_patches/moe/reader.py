@@ -43,6 +43,9 @@ class OpenFile:
         self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         self._then = os.fstat(self.fd)
         self.size = self._then.st_size
+        if hasattr(os, "posix_fadvise"):
+            # The kernel would read on behind each expert, and put others out for what it found.
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def __del__(self) -> None:
         if hasattr(self, "fd"):
