@@ -385,7 +385,8 @@ class DiskStore:
                 write_all(fd, buffers)
                 if self._fsync:
                     os.fsync(fd)
-                os.utime(fd, ns=(stamp, stamp))
+                with suppress(OSError):  # else it counts as used now
+                    os.utime(fd, ns=(stamp, stamp))
             finally:
                 os.close(fd)
             self._folder.publish(temporary, ref)
