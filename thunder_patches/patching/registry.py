@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import threading
@@ -154,6 +155,8 @@ class Registry:
             if error.name not in (name, name.rpartition(".")[0]):
                 raise
             return
+        with contextlib.suppress(OSError):  # the adapter makes do without
+            self.settings.cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         start = getattr(adapter, "start", None)
         if start is not None:
             start(self.settings)
