@@ -360,7 +360,7 @@ def test_what_only_memory_has_is_written_when_it_is_used(opened, folder, monkeyp
     assert store.flush() and len(files(folder)) == 4
 
 
-@pytest.mark.parametrize("call", ["writev", "ftruncate", "utime", "rename", "open"])
+@pytest.mark.parametrize("call", ["writev", "ftruncate", "rename", "open"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
 def test_every_call_on_the_way_to_the_disk_may_fail(opened, folder, monkeypatch, call, number):
     store = opened(disk_budget=size(20))
@@ -382,6 +382,17 @@ def test_every_call_on_the_way_to_the_disk_may_fail(opened, folder, monkeypatch,
     assert there(store, put(store, prompt(3))) == [True] * 4
     assert store.stats()["problem"] is None
     assert store.stats()["ssd"]["bytes"] == folder_bytes(folder)
+
+
+def test_a_disk_that_keeps_no_times_is_good_enough(opened, monkeypatch):
+    def fail(*args, **kwargs):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "utime", fail)
+    store = opened()
+    headers = put(store, prompt(1))
+    assert there(store, headers) == [True] * 4 and store.flush()
+    assert store.stats()["problem"] is None
 
 
 def test_a_failing_disk_is_left_alone_for_a_while(opened, folder, monkeypatch):

@@ -255,6 +255,27 @@ def test_prefetch_reads_ahead_and_never_fails(opened, folder):
     opened(prefetch=False).prefetch([headers[0].key])
 
 
+@pytest.mark.parametrize("advice", [True, False])
+def test_prefetch_has_the_system_read_every_byte(opened, folder, monkeypatch, advice):
+    """By advice where there is such a call; elsewhere (macOS) by reading into the void."""
+    store = opened()
+    headers = filled(store)
+    seen = []
+    if advice:
+        monkeypatch.setattr(os, "posix_fadvise", lambda *a: seen.append(a[3]), raising=False)
+        monkeypatch.setattr(os, "POSIX_FADV_WILLNEED", 3, raising=False)
+    else:
+        monkeypatch.delattr(os, "posix_fadvise", raising=False)
+        readv = os.readv
+        monkeypatch.setattr(os, "readv", lambda *a: seen.append(n := readv(*a)) or n)
+    store.prefetch([header.key for header in headers])
+    store._ahead.shutdown(wait=True)
+    if advice:
+        assert seen == [os.POSIX_FADV_WILLNEED] * 5
+    else:
+        assert sum(seen) == sum(path.stat().st_size for path in files(folder))
+
+
 def test_after_closing_nothing_breaks(opened):
     store = opened()
     headers = filled(store)
