@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -59,6 +60,14 @@ class Environment:
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         return done.stdout.strip()
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def make(folder: Path, install: Sequence[str] = ()) -> Environment:

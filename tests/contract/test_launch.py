@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.conftest import Environment
+from tests.contract.conftest import Environment, free_port
 
 SCRIPT = "#!{python}\nimport sys\nfrom {module} import main\nsys.exit(main())\n"
 
@@ -112,7 +112,7 @@ def test_omlx(environment: Environment, tmp_path: Path, way: str) -> None:
     script(environment, "omlx", "omlx.cli")
     (tmp_path / "models").mkdir()
     options = ["--model-dir", str(tmp_path / "models"), "--base-path", str(tmp_path / "base")]
-    command = [*OMLX[way], *options, "--host", "127.0.0.1", "--port", "0"]
+    command = [*OMLX[way], *options, "--host", "127.0.0.1", "--port", str(free_port())]
     with running(environment, command, "startup complete") as lines:
         [line] = own_lines(lines)
         assert " features on" in line

@@ -7,7 +7,6 @@ import contextlib
 import importlib.metadata
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.conftest import make
+from tests.contract.conftest import free_port, make
 from tests.harness.models import ModelFactory
 
 PLUGIN = """
@@ -93,9 +92,7 @@ class Strange:
 
     @contextlib.contextmanager
     def serving(self, **env: str) -> Iterator[Server]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         log = self.environment.folder / "server.log"
         command = ["-m", "mlx_lm.server", "--model", str(self.model), "--port", str(port)]
         with log.open("w") as out:
