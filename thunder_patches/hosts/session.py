@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from packaging.version import Version
 
 from ..cache.keys import chain, root_key, snapshot_key, token_bytes
 from ..cache.match import Plan, plan
@@ -30,6 +32,8 @@ from .runtime import Runtime
 log = logging.getLogger("thunder_patches")
 
 Tokens = npt.NDArray[np.int64]
+SCAN = 256
+"""Tokens in a step of the scans (mlx-lm's ``ssm_attn``): a cut at a multiple leaves their sums alone."""
 _ROOM = 256
 """Tokens of room that a restored cache keeps beyond the prompt, so that the answer need not grow it."""
 _ATTEMPTS = 4
@@ -58,13 +62,17 @@ class Family:
         """The family of a model module's name.
 
         Raises:
-            NotEligible: when the family is not in the table, or is there as not exact.
+            NotEligible: when the family is not in the table, or is there as not exact, or only so with
+                a later mlx-lm.
         """
         known = families().get(name)
         if known is None:
             raise NotEligible(f"model family {name} has not been tested for exact reuse")
         if known.get("result") == "no":
             raise NotEligible(f"model family {name}: {known.get('reason')}")
+        since, found = known.get("since", "0"), version("mlx-lm")
+        if Version(found) < Version(since):
+            raise NotEligible(f"model family {name} needs mlx-lm {since}, found {found}")
         return cls(known.get("cuts") != "block", known.get("decode") != "differs")
 
 
@@ -99,6 +107,7 @@ class Session:
 
     Raises:
         tensors.layers.UnsupportedCache: when a layer's cache is of an unknown class.
+        NotEligible: when blocks of this size can't be cut exactly.
     """
 
     def __init__(
@@ -123,6 +132,11 @@ class Session:
         self.exact_decode = family.decode_is_prefill and not has_ring(fresh)
         self.cut_anywhere = family.cut_anywhere
         self.block_tokens = runtime.settings.block_tokens
+        if not family.cut_anywhere and self.block_tokens % SCAN:
+            raise NotEligible(
+                f"this model family scans prompts in steps of {SCAN} tokens: expected block_tokens to be "
+                f"a multiple, found {self.block_tokens}"
+            )
         self._roots: dict[str, bytes] = {}
 
     def root(self, salt: str) -> bytes:
