@@ -11,8 +11,8 @@ of the token before, asked for one layer early). All compute the same logits, wh
 The page cache is kept at 100, 50, 25 and 0 % of the experts' bytes without privileges: a list of
 the records read, newest last; those that fall out are given up with POSIX_FADV_DONTNEED between
 tokens, outside the timing. It is filled from a history of tokens first, and put back before each
-turn, so that every way finds the same pages. mincore says in
-a first turn, which isn't timed, what was really cached. There is no trained model here to replay
+turn, so that every way finds the same pages. mincore says, in a first turn that is not timed, what
+was really cached. There is no trained model here to replay
 the routing of: `uniform` draws experts evenly, which is the worst case for any cache; `skewed`
 repeats a third of the token before and draws the rest by Zipf's law. Prints JSON.
 """
@@ -24,6 +24,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -436,6 +437,7 @@ def main() -> int:
     parser.add_argument("--budgets", nargs="*", type=float, default=list(BUDGETS))
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the folder goes
     folder = Path(tempfile.mkdtemp(prefix="moe-streaming-", dir=options.folder))
     found: dict[str, Any] = {"mlx": mx.__version__, "device": str(mx.default_device())}
     try:

@@ -139,9 +139,9 @@ def test_wrong_bits_keep_the_layer_unfused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_second_call_changes_nothing() -> None:
     block = Block()
     assert fuse(block).fused == 1
-    stacked = block.experts.gate_proj._thunder_pair.stacked
+    stacked = block.experts.gate_proj._thunder.pair.stacked
     assert fuse(block).fused == 1
-    assert block.experts.gate_proj._thunder_pair.stacked is stacked
+    assert block.experts.gate_proj._thunder.pair.stacked is stacked
     assert fusion.report(block).fused == 1
 
 
@@ -246,6 +246,18 @@ def test_projections_called_on_their_own() -> None:
     ):  # fmt: skip
         ours = block.experts[name](value, routes)
         assert mx.array_equal(ours, glu[name](value, routes)), name
+
+
+def test_target_verify_of_mlx_vlm() -> None:
+    """The helper that mlx-vlm checks drafted tokens with calls both projections itself."""
+    language = pytest.importorskip("mlx_vlm.models.qwen3_5_moe.language")
+    block = Block()
+    x, routes = batch(1, 5)
+    expected = language._target_verify_switch_glu(block.experts, x, routes, True)
+    fuse(block)
+    assert mx.array_equal(
+        language._target_verify_switch_glu(block.experts, x, routes, True), expected
+    )
 
 
 def lora(block: Block) -> None:

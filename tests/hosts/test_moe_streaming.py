@@ -27,6 +27,7 @@ from thunder_patches.moe.banks import PAGE, Bank, Part
 from thunder_patches.moe.layers import switch_layers
 from thunder_patches.moe.reader import StreamingError
 from thunder_patches.patching import catalogue, guard, report
+from thunder_patches.tensors.identity import code_of
 
 __all__ = ["checkpoint"]
 
@@ -289,6 +290,16 @@ def test_file_cut_short(checkpoint: Path, tmp_path: Path) -> None:
     for tokens in (TOKENS, TOKENS[:, :1]):
         with pytest.raises(StreamingError, match="model-00001-of-00002"):
             mx.eval(model(tokens))
+
+
+def test_the_models_identity_stays(checkpoint: Path) -> None:
+    """What was cached for the stock model is found for the fused and the streamed one: the files
+    are the same, and so is the host's code that computes."""
+    stock = mlx_lm.utils.load_model(checkpoint)[0]
+    expected = code_of(stock, "mlx_lm.models.")
+    assert expected == code_of(load(checkpoint), "mlx_lm.models.")
+    assert expected == code_of(stream(checkpoint), "mlx_lm.models.")
+    assert any("class SwitchGLU" in text for text in expected)
 
 
 def test_copies_share_the_stream(checkpoint: Path) -> None:

@@ -103,7 +103,7 @@ def undo_adapted(model: nn.Module) -> int:
 def _release(halves: list[nn.Module]) -> int:
     by_pair: dict[int, list[nn.Module]] = {}
     for half in halves:
-        by_pair.setdefault(id(half._thunder_pair), []).append(half)
+        by_pair.setdefault(id(half._thunder.pair), []).append(half)
     halves.clear()
     count = len(by_pair)
     while by_pair:

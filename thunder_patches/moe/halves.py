@@ -24,75 +24,94 @@ SHARED = ("global_scale",)
 
 
 class Pair:
-    """What a gate (side 0) and an up projection (side 1) share: the stacked module, the views of
-    it that their parameters are, and the half that nobody has asked for yet."""
+    """What a gate and an up projection share: the stacked module, and the half of its newest
+    output that nobody has asked for yet."""
+
+    __slots__ = ("stacked", "waiting")
 
     def __init__(self, stacked: nn.Module) -> None:
         self.stacked = stacked
-        self.rows = stacked["weight"].shape[OUTPUT_AXIS] // 2
-        wholes = {name: a for name, a in arrays(stacked).items() if name not in SHARED}
+        self.waiting: tuple[mx.array, mx.array, bool, int, mx.array] | None = None
+
+
+class Half:
+    """One side of a pair: gate (0) or up (1). No cycles here: arrays of gigabytes hang on it."""
+
+    __slots__ = ("base", "pair", "side", "views")
+
+    def __init__(self, pair: Pair, side: int, base: type[nn.Module]) -> None:
+        self.pair = pair
+        self.side = side
+        self.base = base
+        rows = pair.stacked["weight"].shape[OUTPUT_AXIS] // 2
         self.views = tuple(
-            {name: a[:, side * self.rows : (side + 1) * self.rows] for name, a in wholes.items()}
-            for side in (0, 1)
+            (name, whole[:, side * rows : (side + 1) * rows])
+            for name, whole in arrays(pair.stacked).items()
+            if name not in SHARED
         )
-        self._waiting: tuple[Any, ...] = (None,)
+        """The parameters of this half's module. If it holds others, somebody put them in later:
+        loaded again, cast, sharded, or being traced for a gradient."""
 
-    def run(
-        self, half: nn.Module, x: mx.array, indices: mx.array, sorted_indices: bool
-    ) -> mx.array:
-        """The output of `half`, [..., output dims], as its own class would compute it."""
-        side = half._thunder_side
-        if not self.holds(half):
-            return alone(half)(x, indices, sorted_indices=sorted_indices)
-        waiting, self._waiting = self._waiting, (None,)
-        if (
-            waiting[0] is x
-            and waiting[1] is indices
-            and waiting[2] == sorted_indices
-            and waiting[3] == side
-        ):
-            return waiting[4]
-        both = self.stacked(x, indices, sorted_indices=sorted_indices)
-        outputs = mx.split(both, [self.rows], axis=-1)
-        self._waiting = (x, indices, sorted_indices, 1 - side, outputs[1 - side])
-        return outputs[side]
 
-    def holds(self, half: nn.Module) -> bool:
-        """Whether the parameters of `half` still are the views, and not arrays that somebody put
-        in later: loaded again, cast, sharded, or being traced for a gradient."""
-        get = half.get
-        return all(get(name) is view for name, view in self.views[half._thunder_side].items())
+def _call(self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+    """The output of this half, [..., output dims], as its own class would compute it.
+
+    Every layer of every token comes here twice: kept short.
+    """
+    half: Half = self._thunder
+    for name, view in half.views:
+        if self.get(name) is not view:
+            return alone(self)(x, indices, sorted_indices)
+    pair = half.pair
+    waiting = pair.waiting
+    if (
+        waiting is not None
+        and waiting[0] is x
+        and waiting[1] is indices
+        and waiting[2] == sorted_indices
+        and waiting[3] == half.side
+    ):
+        pair.waiting = None
+        return waiting[4]
+    gate, up = mx.split(pair.stacked(x, indices, sorted_indices), 2, -1)
+    if half.side:
+        pair.waiting = (x, indices, sorted_indices, 0, gate)
+        return up
+    pair.waiting = (x, indices, sorted_indices, 1, up)
+    return gate
 
 
 def join(gate: nn.Module, up: nn.Module, stacked: nn.Module) -> None:
     """Make `gate` and `up` the halves of `stacked`; their own arrays are let go."""
     pair = Pair(stacked)
-    mx.eval(pair.views)
-    for side, half in enumerate((gate, up)):
-        for name, view in pair.views[side].items():
-            half[name] = view
-        half._thunder_pair = pair
-        half._thunder_side = side
-        half.__class__ = half_of(type(half))
+    for side, module in enumerate((gate, up)):
+        half = Half(pair, side, type(module))
+        mx.eval(half.views)
+        for name, view in half.views:
+            module[name] = view
+        module._thunder = half
+        module.__class__ = half_of(half.base)
 
 
-def release(half: nn.Module) -> None:
-    """Give `half` its class and arrays of its own back (one copy of them is allocated)."""
-    own = alone(half)
+def release(module: nn.Module) -> None:
+    """Give a half its class and arrays of its own back (one copy of them is allocated)."""
+    own = alone(module)
     for name, value in arrays(own).items():
-        half[name] = value
-    half.__class__ = type(own)
-    del half._thunder_pair, half._thunder_side
-    mx.eval(arrays(half))
+        module[name] = value
+    module.__class__ = type(own)
+    del module._thunder
+    mx.eval(arrays(module))
 
 
-def alone(half: nn.Module) -> nn.Module:
-    """`half` as a module of the host's class, with views copied: not every backend's kernels take
+def alone(module: nn.Module) -> nn.Module:
+    """A half as a module of the host's class, with views copied: not every backend's kernels take
     them as they are."""
-    views = half._thunder_pair.views[half._thunder_side]
-    own = like(half, type(half).__mro__[1])
-    for name, value in half.items():
-        own[name] = mx.contiguous(value) if value is views.get(name) else value
+    half: Half = module._thunder
+    views = dict(half.views)
+    own = like(module, half.base)
+    for name, value in module.items():
+        view = views.get(name)
+        own[name] = mx.contiguous(view) if view is not None and view is value else value
     return own
 
 
@@ -116,22 +135,21 @@ def like(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
     """A `cls` with the plain attributes of `module` (group size, bits, mode) and no arrays."""
     new = cls.__new__(cls)
     nn.Module.__init__(new)
-    plain = {name: value for name, value in vars(module).items() if not name.startswith("_thunder")}
-    vars(new).update(plain)
+    vars(new).update({name: value for name, value in vars(module).items() if name != "_thunder"})
     return new
+
+
+def half_in(module: Any) -> Half | None:
+    """The half that `module` is, or None."""
+    return vars(module).get("_thunder") if isinstance(module, nn.Module) else None
 
 
 def is_half(module: Any) -> bool:
     """Whether `module` is a half of a pair."""
-    return isinstance(module, nn.Module) and "_thunder_pair" in vars(module)
+    return half_in(module) is not None
 
 
 @functools.cache
 def half_of(base: type[nn.Module]) -> type[nn.Module]:
     """The subclass of the host's `base` whose instances are halves of a pair."""
-
-    def call(self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        half: mx.array = self._thunder_pair.run(self, x, indices, sorted_indices)
-        return half
-
-    return type(f"Fused{base.__name__}", (base,), {"__call__": call, "__module__": __name__})
+    return type(f"Fused{base.__name__}", (base,), {"__call__": _call, "__module__": __name__})

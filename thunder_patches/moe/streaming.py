@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -216,7 +215,6 @@ class Streamer:
         self.files: dict[Path, OpenFile] = {}
         self._banks: dict[tuple[Any, bool], Bank] = {}
         self._residency: dict[int, Residency | None] = {}
-        self._lock = threading.Lock()
 
     def open(self, path: Path) -> OpenFile:
         """The file, opened once."""
