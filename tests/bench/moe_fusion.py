@@ -70,16 +70,17 @@ print(json.dumps({"peak_mb": mx.get_peak_memory() / 1e6, "active_mb": mx.get_act
 
 
 def in_turn(first: Callable[[], Any], second: Callable[[], Any], repeats: int) -> dict[str, float]:
+    """Runs in turn, each first as often as second; the ratio is the median of the pairs'."""
     times: tuple[list[float], list[float]] = ([], [])
-    for repeat in range(repeats + 1):
-        for run, seen in zip((first, second), times, strict=True):
+    for repeat in range(2 * repeats + 2):
+        order = [(first, times[0]), (second, times[1])]
+        for run, seen in order if repeat % 2 else reversed(order):
             start = time.perf_counter()
             mx.eval(run())
-            if repeat:
+            if repeat > 1:
                 seen.append((time.perf_counter() - start) * 1e3)
-    a, b = (statistics.median(seen) for seen in times)
-    low = min(times[0]) / min(times[1])
-    return {"stock_ms": round(a, 3), "ratio": round(a / b, 3), "ratio_of_best": round(low, 3)}
+    ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
+    return {"stock_ms": round(statistics.median(times[0]), 3), "ratio": round(ratio, 3)}
 
 
 def layer(quantise: dict[str, Any] | None, repeats: int) -> dict[str, Any]:

@@ -99,16 +99,19 @@ def inputs(shape: dict[str, Any], rows: int, tokens: int) -> tuple[mx.array, mx.
 
 
 def in_turn(first: Callable[[], Any], second: Callable[[], Any], repeats: int) -> dict[str, float]:
-    """Medians in milliseconds of runs in turn, and the ratio first over second."""
+    """Runs in turn, each first as often as second: medians in milliseconds, and the median of the
+    pairs' ratios, first over second."""
     times: tuple[list[float], list[float]] = ([], [])
-    for repeat in range(repeats + 2):
-        for run, seen in zip((first, second), times, strict=True):
+    for repeat in range(repeats + repeats % 2 + 4):
+        order = [(first, times[0]), (second, times[1])]
+        for run, seen in order if repeat % 2 else reversed(order):
             start = time.perf_counter()
             mx.eval(run())
-            if repeat > 1:
+            if repeat > 3:
                 seen.append((time.perf_counter() - start) * 1e3)
     a, b = (statistics.median(seen) for seen in times)
-    return {"stock_ms": round(a, 4), "fused_ms": round(b, 4), "ratio": round(a / b, 4)}
+    ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
+    return {"stock_ms": round(a, 4), "fused_ms": round(b, 4), "ratio": round(ratio, 4)}
 
 
 def chain(block: Block, x: mx.array, routes: mx.array) -> mx.array:
