@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from tests.zoo import models, reference
 from tests.zoo.facts import difference
-from tests.zoo.sweep import BLOCK, DECODED, SEEN, Entry, WrongStore, table
+from tests.zoo.sweep import BLOCK, DECODED, GRID, SEEN, Entry, WrongStore, table
 from thunder_patches.cache.store import CacheStore
 from thunder_patches.config import Settings
 from thunder_patches.hosts.mlx_lm.serial import maybe_quantize_kv_cache
@@ -50,7 +50,8 @@ class _Trial:
     def __init__(self, name: str, bits: int, entry: Entry, folder: Path) -> None:
         self.name, self.bits, self.entry, self.folder = name, bits, entry, folder
         self.model = models.build(name)
-        self.ids = models.tokens(3 * BLOCK + 21)
+        self.block, blocks = (BLOCK, 3) if entry.cuts == "any" else (GRID, 2)
+        self.ids = models.tokens(blocks * self.block + 21)
         self.everything = self.ids + models.tokens(DECODED, seed=7)
         cache = models.make_cache(name, self.model)
         try:
@@ -69,7 +70,7 @@ class _Trial:
 
     def _run(self, cache: list[Any], held: int) -> mx.array:
         length = len(self.ids)
-        steps = range(BLOCK, length - 1, BLOCK)
+        steps = range(self.block, length - 1, self.block)
         edges = {held, *steps, *range(length - 1, length + DECODED + 1)}
         parts = []
         for start, end in itertools.pairwise(sorted(e for e in edges if e >= held)):
@@ -85,7 +86,7 @@ class _Trial:
         store = store_class(
             self.folder, disk_budget=1 << 30, ram_budget=0, prefetch=False, counters=counters
         )
-        runtime = Runtime(Settings(block_tokens=BLOCK, snapshot_stride=1), counters, store)
+        runtime = Runtime(Settings(block_tokens=self.block, snapshot_stride=1), counters, store)
         family = Family(self.entry.cuts == "any", self.entry.decode == "same")
 
         def make() -> list[Any]:
@@ -95,7 +96,7 @@ class _Trial:
         plain = Session(runtime, identity, family, make)
         quantised = Session(runtime, identity, family, make, variant=variant)
         try:
-            yield QuantisedSession(plain, quantised, start=0, step=BLOCK)
+            yield QuantisedSession(plain, quantised, start=0, step=self.block)
             if not store.flush(30):
                 raise TimeoutError("the store did not write everything in 30 s")
         finally:
@@ -107,7 +108,7 @@ class _Trial:
             sequence = session.sequence(self.ids)
             cache = models.make_cache(self.name, self.model)
             due = sequence.due(0, length - 1)
-            edges = sorted({0, *due, *range(BLOCK, length - 1, BLOCK), length - 1})
+            edges = sorted({0, *due, *range(self.block, length - 1, self.block), length - 1})
             for start, end in itertools.pairwise(edges):
                 mx.eval(self.model(mx.array([self.ids[start:end]]), cache=cache))
                 self._quantise(cache)
@@ -116,12 +117,12 @@ class _Trial:
             sequence.store(cache, length, snapshot=True, logits=logits)
         found: dict[str, float] = {}
         with self._session() as session:
-            for count in (BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, length):
+            for count in (self.block + 1, 2 * self.block, 2 * self.block + 1, length):
                 hit = session.sequence(self.ids[:count]).lookup(longer_than=0, full=count == length)
                 if hit is not None:
                     found[str(hit.length)] = self._compare(hit)
         with self._session(WrongStore) as session:
-            hit = session.sequence(self.ids[: 2 * BLOCK + 1]).lookup(longer_than=0, full=False)
+            hit = session.sequence(self.ids[: 2 * self.block + 1]).lookup(longer_than=0, full=False)
             found["control"] = 0.0 if hit is None else self._compare(hit)
         return found
 
