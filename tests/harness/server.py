@@ -121,6 +121,12 @@ class Server(Client):
                 file.seek(start)
                 calls.extend((line["batch"], line["width"]) for line in map(json.loads, file))
 
+    def wait_until_idle(self, pause: float = 1.0) -> None:
+        """Returns once no model call has come for `pause` seconds."""
+        size = -1
+        while size != (size := self.trace_file.stat().st_size):
+            time.sleep(pause)
+
     def inject(self, *, after: int, error: str = "", sleep: float = 0.0) -> None:
         """The model call after `after` further ones raises RuntimeError(error), or sleeps."""
         self.may_fail = self.may_fail or bool(error)

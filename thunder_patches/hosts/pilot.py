@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -114,7 +115,7 @@ def _recorder() -> ThreadPoolExecutor:
 def index() -> Index:
     """The process's memory of recent prompts, kept beside the cache."""
     folder = Path(runtime().settings.cache_dir)
-    with shield("context_pilot", "folder"):
+    with contextlib.suppress(OSError):  # the store tells of it; this index then lives in memory
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return Index(folder / "prompts.jsonl" if folder.is_dir() else None)
 
