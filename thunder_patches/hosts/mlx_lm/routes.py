@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from ...observe.routes import Answer, answer
 from ...patching import report
 from ...patching.guard import shield
 from ..arguments import replaced
@@ -12,8 +12,12 @@ from .requests import note_http, refused
 
 
 def do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    if instance.path.split("?")[0] == "/thunder/status":
-        return send_json(instance, 200, report.status())
+    found: Answer | None = None
+    with shield("routes"):
+        path, _, query = instance.path.partition("?")
+        found = answer("GET", path, query, report.status)
+    if found is not None:
+        return send(instance, found)
     return wrapped(*args, **kwargs)
 
 
@@ -23,13 +27,16 @@ def do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(*args, **kwargs)
 
 
-def send_json(handler: Any, code: int, value: Any) -> None:
-    """Answer with JSON, with the host's own headers."""
-    body = json.dumps(value).encode()
-    handler._set_completion_headers(code)
-    handler.send_header("Content-Length", str(len(body)))
+def send(handler: Any, found: Answer) -> None:
+    """Answer with the host's own cross-origin headers."""
+    handler.send_response(found.status)
+    handler.send_header("Content-Type", found.content_type)
+    handler.send_header("Content-Length", str(len(found.body)))
+    for name, value in found.headers:
+        handler.send_header(name, value)
+    handler._set_cors_headers()
     handler.end_headers()
-    handler.wfile.write(body)
+    handler.wfile.write(found.body)
 
 
 def set_completion_headers(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,34 @@
+"""The routes under /thunder/, without a host."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from thunder_patches.observe.routes import answer
+
+
+def status() -> dict[str, Any]:
+    return {"version": "1", "odd": {1}}
+
+
+def test_the_status_is_json_that_nobody_keeps() -> None:
+    found = answer("GET", "/thunder/status", "", status)
+    assert found is not None
+    assert (found.status, found.content_type) == (200, "application/json")
+    assert json.loads(found.body)["version"] == "1"
+    assert ("Cache-Control", "no-store") in found.headers
+
+
+@pytest.mark.parametrize("path", ["/thunder/nothing", "/v1/models", "/thunder", "/"])
+def test_other_paths_are_the_host_s(path: str) -> None:
+    assert answer("GET", path, "", status) is None
+
+
+def test_a_head_has_no_body_and_a_post_is_refused() -> None:
+    head = answer("HEAD", "/thunder/status", "", status)
+    assert head is not None and (head.status, head.body) == (200, b"")
+    post = answer("POST", "/thunder/status", "", status)
+    assert post is not None and post.status == 405

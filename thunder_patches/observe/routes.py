@@ -1,0 +1,59 @@
+"""The routes under ``/thunder/``, for whatever serves HTTP: a path in, an answer out.
+
+A host's adapter calls `answer` for each request and sends what comes back with the host's own
+headers, so that the host's access rules (its API key, its allowed origins) hold here too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs
+
+Query = Mapping[str, list[str]]
+Status = Callable[[], dict[str, Any]]
+
+JSON = "application/json"
+TEXT = "text/plain; charset=utf-8"
+
+
+class Answer(NamedTuple):
+    """What to send. ``headers`` come beside ``Content-Type`` and ``Content-Length``."""
+
+    status: int
+    content_type: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+def answer(method: str, path: str, query: str, status: Status) -> Answer | None:
+    """The answer to a request, or None for a path that is not ours: the host's own answer holds.
+
+    Args:
+        path: without the query, such as ``/thunder/status``. query: what stands after ``?``, or "".
+        status: makes the process's status (``patching.report.status``).
+    """
+    route = _ROUTES.get(path)
+    if route is None:
+        return None
+    if method not in ("GET", "HEAD"):
+        told = Answer(405, TEXT, b"expected GET\n", (("Allow", "GET, HEAD"),))
+    else:
+        told = route(parse_qs(query), status)
+    return told._replace(body=b"") if method == "HEAD" else told
+
+
+def as_json(value: Any, status: int = 200) -> Answer:
+    """``value`` as a JSON answer, never kept by a browser or proxy."""
+    body = json.dumps(value, default=str).encode()
+    return Answer(status, JSON, body, (("Cache-Control", "no-store"),))
+
+
+def _status(query: Query, status: Status) -> Answer:
+    return as_json(status())
+
+
+_ROUTES: dict[str, Callable[[Query, Status], Answer]] = {
+    "/thunder/status": _status,
+}
