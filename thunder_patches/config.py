@@ -140,6 +140,8 @@ class Settings:
     block_tokens: int = _setting(256, _whole(8, 8192))
     log: str = _setting("text", _choice("text", "json"))
     allow_untested: bool = _setting(False, _switch)
+    show_text: bool = _setting(False, _switch)
+    """Pieces of prompts in the status page and in the index of recent prompts."""
     memory_limit_gb: float | None = _setting(None, _auto(_gigabytes))
     """Memory that prompts may fill; None: the device's recommended working set and what is free."""
     salt: str = _setting("", str)

@@ -33,7 +33,7 @@ from thunder_patches.cache.file import (
 )
 from thunder_patches.cache.folder import Folder, Found, Outside, Usage
 from thunder_patches.cache.index import Entry, Index
-from thunder_patches.cache.record import Header, Kind, Record, Ref
+from thunder_patches.cache.record import Header, Kind, Listed, Record, Ref
 
 # The process is short of something for the moment; the file is as good as before.
 _TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
@@ -598,3 +598,10 @@ def _text(error: Exception) -> str:
     return (
         str(error) if isinstance(error, (BadFile, NoRoom)) else f"{type(error).__name__}: {error}"
     )
+    def listed(self) -> list[Listed]:
+        """All records by name, size and last use, as far as they are known; no file is read."""
+        return [
+            Listed(entry.ref, entry.size, entry.stamp, owners)
+            for entry, owners in self._index.listed()
+        ]
+

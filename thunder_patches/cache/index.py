@@ -69,6 +69,16 @@ class Index:
             refs = self._tree.after(parent)
             return [self._entries[ref.key] for ref in refs if ref.kind == kind]
 
+    def by_use(self) -> list[Entry]:
+        """All entries, the least recently used first."""
+        with self._lock:
+            return sorted(self._entries.values(), key=lambda entry: entry.stamp)
+
+    def listed(self) -> list[tuple[Entry, tuple[str, ...]]]:
+        """All entries, each with who pinned it."""
+        with self._lock:
+            return [(e, tuple(self._pins.get(key, ()))) for key, e in self._entries.items()]
+
     def pin(self, keys: Iterable[bytes], owner: str) -> None:
         with self._lock:
             for key in keys:

@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from thunder_patches.cache.record import Record, Ref, Tree
+from thunder_patches.cache.record import Listed, Record, Ref, Tree
 
 MAX_HISTORY = 16384
 
@@ -92,6 +92,14 @@ class RamTier:
             if uses[0] == NEVER or size > self.budget or key in self._held:
                 return False
             return self._victims(size, uses) is not None
+
+    def listed(self) -> list[Listed]:
+        """All records held, without their tensors."""
+        with self._lock:
+            return [
+                Listed(held.record.header.ref, held.size, held.uses[1], in_ram=True)
+                for held in self._held.values()
+            ]
 
     def after(self, parent: bytes) -> list[Ref]:
         """The records held that hang off `parent`."""

@@ -49,6 +49,17 @@ class Ref:
         return same and (self.end or not other.end)
 
 
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A record as a listing tells it: bytes, last use in ns, who pinned it, whether it is in memory."""
+
+    ref: Ref
+    size: int
+    stamp: int
+    owners: tuple[str, ...] = ()
+    in_ram: bool = False
+
+
 class Tree:
     """Refs by the record that they hang off. Not locked: its owner's lock guards it."""
 

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from thunder_patches.cache.disk import Counts, DiskStore, ReadJob
 from thunder_patches.cache.file import Codec, RawCodec, check_targets, copy_into
 from thunder_patches.cache.ram import RamTier
-from thunder_patches.cache.record import Header, Kind, Record, Ref
+from thunder_patches.cache.record import Header, Kind, Listed, Record, Ref
 from thunder_patches.cache.writer import WriteQueue
 
 __all__ = ["CacheStore", "Counts", "ReadJob", "Ref", "Source"]
@@ -263,6 +264,15 @@ class CacheStore:
                 "bytes": self._ram.bytes,
                 "budget_bytes": self._ram.budget,
                 "blocks": len(self._ram),
+    def listed(self) -> list[Listed]:
+        """All records in the folder and in memory, for looking at: no file is read."""
+        in_ram = {listed.ref.key: listed for listed in self._ram.listed()}
+        found = []
+        for listed in self._disk.listed() if self._disk is not None else ():
+            held = in_ram.pop(listed.ref.key, None)
+            found.append(replace(listed, in_ram=True) if held is not None else listed)
+        return [*found, *in_ram.values()]
+
             },
             "ssd": self._disk.stats() if self._disk is not None else none,
             "queue": {

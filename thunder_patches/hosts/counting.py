@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..observe.history import Seen
 from .runtime import runtime
 
 
@@ -14,6 +15,8 @@ class Outcome:
     cached_tokens: int = 0
     skip: str = "none"
     source: str | None = None
+    seen: Seen | None = None
+    """Its place among the last requests, once it is counted."""
 
     @property
     def lossy(self) -> str | None:
@@ -28,3 +31,4 @@ def count(outcome: Outcome, total: int) -> None:
     counters.add(name)
     counters.add("tokens_skipped", skipped)
     counters.add("tokens_computed", total - skipped)
+    outcome.seen = runtime().history.add(total, skipped, outcome.skip, outcome.source)

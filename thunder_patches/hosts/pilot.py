@@ -117,7 +117,8 @@ def index() -> Index:
     folder = Path(runtime().settings.cache_dir)
     with contextlib.suppress(OSError):  # the store tells of it; this index then lives in memory
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return Index(folder / "prompts.jsonl" if folder.is_dir() else None)
+    file = folder / "prompts.jsonl" if folder.is_dir() else None
+    return Index(file, keep_text=runtime().settings.show_text)
 
 
 @cache

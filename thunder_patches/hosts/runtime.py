@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from ..codec.calibration import Shelf
 from ..codec.policy import Policy
 from ..config import Settings, settings
 from ..observe.counters import Counters
+from ..observe.history import History
 
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -24,6 +25,7 @@ class Runtime:
     counters: Counters
     store: CacheStore
     codec: Policy | None = None
+    history: History = field(default_factory=History)
 
     def variant(self) -> str:
         """What separates lossy blocks from exact ones: part of the keys, so that neither finds the other."""

@@ -32,16 +32,18 @@ Section = Callable[[], Any]
 
 _lock = threading.RLock()
 _sections: dict[str, Section] = {}
+_details: dict[str, Section] = {}
 _notes: dict[str, Verdict] = {}
 _registry: Registry | None = None
 _writer: _Writer | None = None
 
 
-def add_section(name: str, call: Section) -> None:
+def add_section(name: str, call: Section, *, detail: bool = False) -> None:
     """Put `call()` under `name` in the status. It runs on a thread of ours every few seconds: no
-    MLX in it. What it raises is said in its place."""
+    MLX in it. What it raises is said in its place. A `detail` is told only to who asks the server
+    itself: it is too long, or too dear, for the status file."""
     with _lock:
-        _sections[name] = call
+        (_details if detail else _sections)[name] = call
 
 
 def note(feature: str, state: State | None, reason: str = "") -> None:
@@ -54,11 +56,11 @@ def note(feature: str, state: State | None, reason: str = "") -> None:
             _notes[feature] = Verdict(state, reason)
 
 
-def status(registry: Registry | None = None) -> dict[str, Any]:
+def status(registry: Registry | None = None, *, details: bool = False) -> dict[str, Any]:
     """The status, as JSON types, of `registry` or else of what `publish` made known."""
     registry = registry or _registry
     with _lock:
-        sections = dict(_sections)
+        sections = {**_sections, **_details} if details else dict(_sections)
     found: dict[str, Any] = {
         "version": __version__,
         "host": None,
@@ -161,6 +163,7 @@ def withdraw() -> None:
     with _lock:
         writer, _writer, _registry = _writer, None, None
         _sections.clear()
+        _details.clear()
         _notes.clear()
     if writer is not None:
         writer.stop()

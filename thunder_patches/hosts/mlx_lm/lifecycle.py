@@ -12,12 +12,13 @@ from ...patching import report
 from ...patching.guard import shield
 from ..pilot import save_now
 from ..runtime import runtime
+from ..seeing import add_sections
 from .load import loaded
 
 
 def start(settings: Settings) -> None:
     """Called by the registry before the first patch of this host is applied."""
-    report.add_section("cache", _cache)
+    add_sections()
     report.add_section("model", _model)
     _write_on_sigterm()
 
@@ -59,10 +60,6 @@ def stop_and_join(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
     _write()
     return result
-
-
-def _cache() -> dict[str, Any]:
-    return {**runtime().store.stats(), "counts": runtime().counters.snapshot()}
 
 
 def _model() -> dict[str, Any]:

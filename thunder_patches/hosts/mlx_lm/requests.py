@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..counting import Outcome
 from ..pilot import Chat, prepare
 from ..quantised import AnySequence
 from ..runtime import runtime
+from ..seeing import note, place_of
 from ..session import Hit
 from .load import loaded
 from .messages import boundaries
@@ -111,9 +113,23 @@ def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             if signs is not None:
                 response = signs.around(response, context)
     return context, response
+            response = _seen(response, context.prompt, handler)
 
 
 def _options(handler: Any) -> dict[str, Any]:
+def _seen(response: Iterator[Any], prompt: Prompt, handler: Any) -> Iterator[Any]:
+    """The answer, noted among the last requests when its first token comes."""
+    first = next(response, None)
+    with shield("routes", "first token"):
+        if prompt.outcome is not None and handler is not None:
+            chat = prompt.asked.chat
+            place = place_of(prompt.sequence, len(prompt), chat)
+            note(prompt.outcome, handler.thunder_started, chat, place)
+    if first is not None:
+        yield first
+        yield from response
+
+
     """The request's own ``thunder`` object, and what its headers say of it."""
     body = getattr(handler, "body", None)
     options = body.get("thunder") if isinstance(body, dict) else None

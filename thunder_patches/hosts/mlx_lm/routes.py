@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from typing import Any
 
 from ...observe.routes import Answer, answer
@@ -15,7 +17,7 @@ def do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     found: Answer | None = None
     with shield("routes"):
         path, _, query = instance.path.partition("?")
-        found = answer("GET", path, query, report.status)
+        found = answer("GET", path, query, partial(report.status, details=True))
     if found is not None:
         return send(instance, found)
     return wrapped(*args, **kwargs)
@@ -24,6 +26,7 @@ def do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     with shield("ssd_cache", "routes"):
         note_http(instance)
+        instance.thunder_started = time.perf_counter()
     return wrapped(*args, **kwargs)
 
 
