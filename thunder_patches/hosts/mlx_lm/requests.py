@@ -112,11 +112,10 @@ def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             _local.answered = context.prompt
             if signs is not None:
                 response = signs.around(response, context)
-    return context, response
             response = _seen(response, context.prompt, handler)
+    return context, response
 
 
-def _options(handler: Any) -> dict[str, Any]:
 def _seen(response: Iterator[Any], prompt: Prompt, handler: Any) -> Iterator[Any]:
     """The answer, noted among the last requests when its first token comes."""
     first = next(response, None)
@@ -130,6 +129,7 @@ def _seen(response: Iterator[Any], prompt: Prompt, handler: Any) -> Iterator[Any
         yield from response
 
 
+def _options(handler: Any) -> dict[str, Any]:
     """The request's own ``thunder`` object, and what its headers say of it."""
     body = getattr(handler, "body", None)
     options = body.get("thunder") if isinstance(body, dict) else None
