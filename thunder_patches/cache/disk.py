@@ -572,6 +572,13 @@ class DiskStore:
     def unpin(self, keys: Iterable[bytes], owner: str) -> None:
         self._index.unpin(keys, owner)
 
+    def listed(self) -> list[Listed]:
+        """All records by name, size and last use, as far as they are known; no file is read."""
+        return [
+            Listed(entry.ref, entry.size, entry.stamp, owners)
+            for entry, owners in self._index.listed()
+        ]
+
     def wait_scanned(self, timeout: float) -> bool:
         """Wait until the first scan is through, at most `timeout` seconds."""
         return self._ready.wait(timeout)
@@ -598,10 +605,3 @@ def _text(error: Exception) -> str:
     return (
         str(error) if isinstance(error, (BadFile, NoRoom)) else f"{type(error).__name__}: {error}"
     )
-    def listed(self) -> list[Listed]:
-        """All records by name, size and last use, as far as they are known; no file is read."""
-        return [
-            Listed(entry.ref, entry.size, entry.stamp, owners)
-            for entry, owners in self._index.listed()
-        ]
-

@@ -254,6 +254,15 @@ class CacheStore:
         if self._disk is not None:
             self._disk.close()
 
+    def listed(self) -> list[Listed]:
+        """All records in the folder and in memory, for looking at: no file is read."""
+        in_ram = {listed.ref.key: listed for listed in self._ram.listed()}
+        found = []
+        for listed in self._disk.listed() if self._disk is not None else ():
+            held = in_ram.pop(listed.ref.key, None)
+            found.append(replace(listed, in_ram=True) if held is not None else listed)
+        return [*found, *in_ram.values()]
+
     def stats(self) -> dict[str, Any]:
         """`ram` and `ssd` (bytes, budget_bytes, blocks), `queue`; what is wrong now (`problem`) and
         what went wrong last (`last_fault`), or None."""
@@ -264,15 +273,6 @@ class CacheStore:
                 "bytes": self._ram.bytes,
                 "budget_bytes": self._ram.budget,
                 "blocks": len(self._ram),
-    def listed(self) -> list[Listed]:
-        """All records in the folder and in memory, for looking at: no file is read."""
-        in_ram = {listed.ref.key: listed for listed in self._ram.listed()}
-        found = []
-        for listed in self._disk.listed() if self._disk is not None else ():
-            held = in_ram.pop(listed.ref.key, None)
-            found.append(replace(listed, in_ram=True) if held is not None else listed)
-        return [*found, *in_ram.values()]
-
             },
             "ssd": self._disk.stats() if self._disk is not None else none,
             "queue": {
