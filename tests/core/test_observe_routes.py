@@ -10,15 +10,16 @@ import pytest
 from thunder_patches.observe.routes import answer
 
 
-def status() -> dict[str, Any]:
-    return {"version": "1", "odd": {1}}
+def status(*, details: bool = False) -> dict[str, Any]:
+    return {"version": "1", "odd": {1}, "details": details}
 
 
 def test_the_status_is_json_that_nobody_keeps() -> None:
     found = answer("GET", "/thunder/status", "", status)
     assert found is not None
     assert (found.status, found.content_type) == (200, "application/json")
-    assert json.loads(found.body)["version"] == "1"
+    told = json.loads(found.body)
+    assert (told["version"], told["details"]) == ("1", True)
     assert ("Cache-Control", "no-store") in found.headers
 
 

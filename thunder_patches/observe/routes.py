@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qs
-
-Query = Mapping[str, list[str]]
-Status = Callable[[], dict[str, Any]]
 
 JSON = "application/json"
 TEXT = "text/plain; charset=utf-8"
+Query = Mapping[str, list[str]]
+
+
+class Status(Protocol):
+    """Makes the process's status: ``patching.report.status``."""
+
+    def __call__(self, *, details: bool = False) -> dict[str, Any]: ...
 
 
 class Answer(NamedTuple):
@@ -32,7 +36,6 @@ def answer(method: str, path: str, query: str, status: Status) -> Answer | None:
 
     Args:
         path: without the query, such as ``/thunder/status``. query: what stands after ``?``, or "".
-        status: makes the process's status (``patching.report.status``).
     """
     route = _ROUTES.get(path)
     if route is None:
@@ -51,7 +54,7 @@ def as_json(value: Any, status: int = 200) -> Answer:
 
 
 def _status(query: Query, status: Status) -> Answer:
-    return as_json(status())
+    return as_json(status(details=True))
 
 
 _ROUTES: dict[str, Callable[[Query, Status], Answer]] = {

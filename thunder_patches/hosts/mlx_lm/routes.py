@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 from ...observe.routes import Answer, answer
@@ -17,7 +16,7 @@ def do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     found: Answer | None = None
     with shield("routes"):
         path, _, query = instance.path.partition("?")
-        found = answer("GET", path, query, partial(report.status, details=True))
+        found = answer("GET", path, query, report.status)
     if found is not None:
         return send(instance, found)
     return wrapped(*args, **kwargs)

@@ -6,18 +6,14 @@ from typing import Any
 
 from ...config import Settings
 from ...patching import report
-from ..runtime import runtime
+from ..seeing import add_sections
 from .engines import engines
 
 
 def start(settings: Settings) -> None:
     """Called by the registry before the first patch of this host is applied."""
-    report.add_section("cache", _cache)
+    add_sections()
     report.add_section("model", _model)
-
-
-def _cache() -> dict[str, Any]:
-    return {**runtime().store.stats(), "counts": runtime().counters.snapshot()}
 
 
 def _model() -> dict[str, Any]:
