@@ -1,7 +1,7 @@
 """A process with a store, told what to do by lines of JSON: `python -m tests.core.cache_child`.
 
     {"do": "open", "folder": ..., ...}   {"do": "put", "prompt": [...], "stamp": 1}
-    {"do": "read", "prompt": [...]}      {"do": "stats"}      {"do": "close"}
+    {"do": "read", "prompt": [...]}      {"do": "stats"}      {"do": "age"}      {"do": "close"}
 
 Each is answered by one line.
 """
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.core.cache_support import ROOT, blocks, counts, open_store, read
+from tests.core.cache_support import ROOT, Shortens, age_all, blocks, counts, open_store, read
 from thunder_patches.cache.store import CacheStore
 
 PROJECT = Path(__file__).parents[2]
@@ -73,6 +73,8 @@ def perform(store: CacheStore | None, command: dict[str, Any]) -> Any:
             return [read(store, record.header) for record in blocks(ROOT, command["prompt"])]
         case "stats":
             return {**store.stats(), "counts": counts(store)}
+        case "age":
+            return age_all(store)
         case "close":
             store.close()
             return True
@@ -86,7 +88,7 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         if command.pop("do") == "open":
-            store = open_store(Path(command.pop("folder")), **command)
+            store = open_store(Path(command.pop("folder")), codec=Shortens(), **command)
             answer: Any = store.ready(60)
         else:
             answer = perform(store, json.loads(line))

@@ -28,6 +28,8 @@ from hypothesis.stateful import (
 from tests.core.cache_support import (
     BLOCK,
     ROOT,
+    Shortens,
+    age_all,
     blocks,
     folder_bytes,
     open_store,
@@ -82,7 +84,13 @@ class Machine(RuleBasedStateMachine):
 
     def open(self) -> CacheStore:
         # One writer, so that what is evicted doesn't depend on which of two was sooner.
-        return open_store(self.folder, disk_budget=self.budget, ram_budget=self.ram, writers=1)
+        return open_store(
+            self.folder,
+            disk_budget=self.budget,
+            ram_budget=self.ram,
+            writers=1,
+            codec=Shortens(),
+        )
 
     def teardown(self) -> None:
         for store in self.stores:
@@ -143,6 +151,11 @@ class Machine(RuleBasedStateMachine):
     @rule(which=stores, key=keys, stamp=st.integers(1, 9))
     def touch(self, which: int, key: bytes, stamp: int) -> None:
         self.stores[which].touch([key], stamp)
+
+    @rule(which=stores)
+    def age(self, which: int) -> None:
+        """Re-encode all that is there; whatever had to be found still has to."""
+        age_all(self.stores[which])
 
     @precondition(lambda self: self.ever)
     @rule(data=st.data(), how=st.sampled_from(HARM))

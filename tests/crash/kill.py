@@ -1,4 +1,4 @@
-"""Kill a process that writes blocks, at a random moment, again and again.
+"""Kill a process that writes and re-encodes blocks, at a random moment, again and again.
 
     python -m tests.crash.kill [--rounds N] [--seed N] [--careless]
 
@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.core.cache_support import counts, files, folder_bytes, open_store, read
+from tests.core.cache_support import Shortens, counts, files, folder_bytes, open_store, read
 from tests.crash import writer
 
 LARGE, SMALL = 1 << 30, 400_000
@@ -72,7 +72,7 @@ def kill_one(folder: Path, seed: int, budget: int, careless: bool, tally: Tally)
 
 def check(folder: Path, seed: int, budget: int, done: int, tally: Tally) -> None:
     """A new store on the folder finds all that was finished, and nothing half done."""
-    store = open_store(folder, disk_budget=budget)
+    store = open_store(folder, disk_budget=budget, codec=Shortens())
     try:
         tally.demand(store.ready(60), "the first scan doesn't end")
         tally.demand(not list(folder.glob("tmp/*/*.part")), "unfinished files are left")
@@ -101,7 +101,7 @@ def kill_many(rounds: int, seed: int, careless: bool = False) -> Tally:
     with tempfile.TemporaryDirectory() as place:
         for budget, share in ((LARGE, rounds - rounds // 3), (SMALL, rounds // 3)):
             folder = Path(place) / f"{budget}" / "v1"
-            bystander = open_store(folder, disk_budget=budget)
+            bystander = open_store(folder, disk_budget=budget, codec=Shortens())
             for n in range(share):
                 kill_one(folder, seed + tally.rounds, budget, careless, tally)
                 if n % 5 == 4:

@@ -8,7 +8,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests.core.cache_support import ROOT, blocks, open_store, snapshot
+from tests.core.cache_support import ROOT, Shortens, age_all, blocks, open_store, snapshot
 from thunder_patches.cache.disk import DiskStore
 from thunder_patches.cache.file import write_all
 from thunder_patches.cache.folder import Found
@@ -29,19 +29,21 @@ def records_of(seed: int) -> list[Record]:
 
 
 def run(folder: str, seed: int, budget: int, slow: bool, careless: bool, told: Connection) -> None:
-    """Store the records; `told` gets how many are surely on the disk, again and again."""
+    """Store records, re-encode some; `told` gets how many are surely on the disk, again and again."""
     if slow:
         write_slowly(random.Random(seed))
     if careless:
         write_in_place()
-    store = open_store(Path(folder), disk_budget=budget)
-    chooser = random.Random(seed)
+    store = open_store(Path(folder), disk_budget=budget, codec=Shortens())
+    chooser, ages = random.Random(seed), random.Random(seed)
     told.send(0)
     for n, record in enumerate(records_of(seed), 1):
         store.put(record, time.time_ns())
         if chooser.random() < 0.4:
             assert store.flush(60)
             told.send(n)
+            if ages.random() < 0.3 and not careless:
+                age_all(store)
     store.flush(60)
     told.send(n)
     time.sleep(60)  # to be killed

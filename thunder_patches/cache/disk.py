@@ -42,6 +42,7 @@ _HEADERS_KEPT = 256
 _RESCAN_SECONDS = 2.0
 _MAX_PAUSE_SECONDS = 30.0
 _SCRATCH_BYTES = 1 << 20
+PRESSURE = 0.8  # share of the budget from which records are re-encoded whatever their age
 
 T = TypeVar("T")
 
@@ -107,6 +108,7 @@ class DiskStore:
         # What is wrong now, by what it keeps from working, and what went wrong last.
         self.problems: dict[str, str] = {}
         self.last_fault: str | None = None
+        self._full_at = 0
         self._codec = codec
         self._counters = counters
         self._fsync = fsync
@@ -357,9 +359,15 @@ class DiskStore:
             orphan = self._index.get(ref.parent) is None
         try:
             self._write_file(ref, buffers, size, stamp, orphan)
+            if self._usage_seen.bytes > self._full_at:
+                self.problems.pop("full", None)
         except OSError as error:
             # Each of these has one remedy, tried once.
             if error.errno in _FULL:
+                self._full_at = self._usage_seen.bytes
+                self.problems["full"] = (
+                    f"no space left on the disk with {self._full_at} bytes of {self.budget} allowed"
+                )
                 self._free(size)
             elif isinstance(error, FileNotFoundError):
                 self._open()
@@ -373,6 +381,24 @@ class DiskStore:
     def _write_file(
         self, ref: Ref, buffers: list[memoryview], size: int, stamp: int, orphan: bool
     ) -> None:
+        temporary = self._write_temporary(buffers, size, stamp, orphan)
+        try:
+            self._folder.publish(temporary, ref)
+        except BaseException:
+            self._give_back(temporary, size)
+            raise
+        self._refused.discard(ref.key)
+        before = self._index.get(ref.key)
+        self._index.add(Found(ref, size, stamp))
+        if before is not None and before.ref != ref:
+            with self._folder.exclusive():
+                used = self._usage().bytes
+                self._save(used - before.size if self._remove(before) else used)
+
+    def _write_temporary(
+        self, buffers: list[memoryview], size: int, stamp: int, orphan: bool
+    ) -> str:
+        """Write a file that has no record's name yet, its bytes reserved; its path."""
         with self._folder.exclusive():
             self._reserve(size, orphan)
             try:
@@ -389,17 +415,10 @@ class DiskStore:
                     os.utime(fd, ns=(stamp, stamp))
             finally:
                 os.close(fd)
-            self._folder.publish(temporary, ref)
         except BaseException:
             self._give_back(temporary, size)
             raise
-        self._refused.discard(ref.key)
-        before = self._index.get(ref.key)
-        self._index.add(Found(ref, size, stamp))
-        if before is not None and before.ref != ref:
-            with self._folder.exclusive():
-                used = self._usage().bytes
-                self._save(used - before.size if self._remove(before) else used)
+        return temporary
 
     def _give_back(self, temporary: str, size: int) -> None:
         with suppress(OSError):
@@ -436,6 +455,65 @@ class DiskStore:
                     self._forget(key)
                 except OSError:
                     return
+
+    # Re-encoding in idle time
+
+    def by_use(self) -> list[Entry]:
+        """The records that the index knows, the least recently used first."""
+        return self._index.by_use()
+
+    @property
+    def pressed(self) -> bool:
+        """Whether the folder is so full that records will soon have to go."""
+        usage = self._folder.read_usage() or self._usage_seen
+        return usage.bytes > PRESSURE * self.budget
+
+    def age(self, ref: Ref) -> bool:
+        """Store the record in fewer bytes where the codec can do so without loss.
+
+        The smaller file takes the place of the larger in one step, unless that has changed or gone
+        meanwhile. False when it can't be written now; whatever fails, the record stays as it was.
+        """
+        if time.monotonic() < self._paused_until:
+            return False
+        try:
+            aged = self._with_file(ref, self._smaller)
+            if aged is not None:
+                self._replace(ref, *aged)
+        except (OSError, Timeout, NoRoom) as error:
+            self.last_fault = f"re-encoding: {_text(error)}"
+            return False
+        return True
+
+    def _smaller(self, fd: int, head: Head) -> tuple[list[memoryview], int] | None:
+        """A record's file composed anew, and the bytes of the old one; None to leave it alone."""
+        if not self._codec.ages([part.codec for part in head.parts]):
+            return None
+        record = read_record(fd, head, self._codec)
+        encoded = self._codec.age(record)
+        return None if encoded is None else (compose(record, encoded), os.fstat(fd).st_size)
+
+    def _replace(self, ref: Ref, buffers: list[memoryview], old: int) -> None:
+        size = sum(buffer.nbytes for buffer in buffers)
+        temporary = self._write_temporary(buffers, size, 0, orphan=False)
+        done = False
+        try:
+            # Under the lock nobody evicts the file, or puts a smaller one there.
+            with self._folder.exclusive():
+                found = self._folder.find(ref)
+                if found is not None and found.size == old:
+                    with suppress(OSError):
+                        os.utime(temporary, ns=(found.stamp, found.stamp))
+                    self._folder.publish(temporary, ref)
+                    done = True
+                    self._index.add(Found(ref, size, found.stamp))
+                    self._save(self._usage().bytes - old)
+        finally:
+            if not done:
+                self._give_back(temporary, size)
+        if done:
+            self._counters.add("blocks_reencoded")
+            self._counters.add("bytes_saved", old - size)
 
     # Keeping the budget. The callers of these hold the folder's lock.
 

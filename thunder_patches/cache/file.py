@@ -75,6 +75,12 @@ class Codec(Protocol):
     def decode(self, spec: TensorSpec, coded: Coded, header: Header) -> Buffer:
         """The tensor's bytes again; raises on an unknown codec or data that can't be decoded."""
 
+    def ages(self, codecs: Sequence[str]) -> bool:
+        """Whether `age` is worth a try for a record whose tensors are stored with these codecs."""
+
+    def age(self, record: Record) -> Encoded | None:
+        """The record in fewer bytes and still exact, for idle time; None when nothing is gained."""
+
 
 @dataclass(frozen=True, slots=True)
 class Raw:
@@ -94,6 +100,12 @@ class RawCodec:
 
     def decode(self, spec: TensorSpec, coded: Coded, header: Header) -> Buffer:
         raise ValueError(f"{spec.name}: unknown codec {coded.codec!r}")
+
+    def ages(self, codecs: Sequence[str]) -> bool:
+        return False
+
+    def age(self, record: Record) -> Encoded | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

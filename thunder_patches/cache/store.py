@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
+from thunder_patches.cache.aging import Ager
 from thunder_patches.cache.disk import Counts, DiskStore, ReadJob
 from thunder_patches.cache.file import Codec, RawCodec, check_targets, copy_into
 from thunder_patches.cache.ram import RamTier
@@ -41,6 +42,8 @@ class CacheStore:
     `blocks_written`, `blocks_evicted`, `writes_dropped`, `corrupt`, `set_aside`, `read_errors`.
     writers: threads that write; queue_bytes: how much may wait for them. fsync: have each file on
     the disk before it gets its name (a file torn by a power cut is found out by its checksum).
+    quiet: seconds since the last request ended, 0 while one runs; given it, old records are
+    re-encoded in idle time (see `aging`), counted as `blocks_reencoded` and `bytes_saved`.
     """
 
     def __init__(
@@ -55,11 +58,13 @@ class CacheStore:
         writers: int = 2,
         queue_bytes: int = 1 << 30,
         fsync: bool = False,
+        quiet: Callable[[], float] | None = None,
     ) -> None:
         self._counters = counters if counters is not None else _NoCounts()
         self._ram = RamTier(ram_budget)
         self._disk: DiskStore | None = None
         self._queue: WriteQueue | None = None
+        self._ager: Ager | None = None
         if folder is not None:
             self._disk = DiskStore(
                 folder, disk_budget, codec or RawCodec(), self._counters, fsync=fsync
@@ -72,6 +77,9 @@ class CacheStore:
                 max_bytes=queue_bytes,
             )
             self._disk.start(self._queue)
+            if quiet is not None:
+                self._ager = Ager(self._disk, quiet)
+                self._ager.start()
         self._readers = ThreadPoolExecutor(READERS, "thunder-read")
         self._ahead = ThreadPoolExecutor(READERS, "thunder-ahead") if prefetch else None
         self._coming: dict[bytes, Future[None]] = {}
@@ -121,6 +129,10 @@ class CacheStore:
             return None
         ref = self._disk.locate(kind, key, parent)
         return self._disk.header(ref) if ref is not None else None
+
+    def size(self, key: bytes) -> int:
+        """Bytes of the record's file; 0 where there is none."""
+        return self._disk.size(key) if self._disk is not None else 0
 
     # Reading
 
@@ -246,6 +258,8 @@ class CacheStore:
     def close(self, timeout: float = 5.0) -> None:
         """Write what waits, for at most `timeout` seconds, and stop all threads."""
         self._closed = True
+        if self._ager is not None:
+            self._ager.close()
         if self._queue is not None:
             self._queue.close(timeout)
         for pool in (self._readers, self._ahead):

@@ -102,18 +102,12 @@ class Policy:
             return self._stored(record, self._lossless)
         return self._stored(record, lambda spec: self._lossy(spec, record.header))
 
-    def age(self, record: Record, codecs: Iterable[str]) -> Stored | None:
-        """The record, smaller and still exact, for idle time or a folder under pressure.
+    def ages(self, codecs: Iterable[str]) -> bool:
+        """Whether `age` may help a record stored with these codecs: nothing is encoded twice."""
+        return self.mode != "raw" and all(name == "raw" for name in codecs)
 
-        Args:
-            record: decoded.
-            codecs: names of the codecs that its tensors are stored with now.
-
-        Returns:
-            None when it is to stay as it is: mode "raw", already encoded, or nothing gained.
-        """
-        if self.mode == "raw" or any(name != "raw" for name in codecs):
-            return None
+    def age(self, record: Record) -> Stored | None:
+        """The record, smaller and still exact, for idle time; None when nothing is gained."""
         stored = self._stored(record, self._lossless)
         return stored if stored.nbytes < sum(s.nbytes for s in record.header.tensors) else None
 

@@ -14,6 +14,7 @@ from ..codec.policy import Policy
 from ..config import Settings, settings
 from ..observe.counters import Counters
 from ..observe.history import History
+from .activity import Activity
 
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -26,6 +27,7 @@ class Runtime:
     store: CacheStore
     codec: Policy | None = None
     history: History = field(default_factory=History)
+    activity: Activity = field(default_factory=Activity)
 
     def variant(self) -> str:
         """What separates lossy blocks from exact ones: part of the keys, so that neither finds the other."""
@@ -51,6 +53,7 @@ def runtime() -> Runtime:
         counts=counters,
     )
     folder = Path(chosen.cache_dir) / "v1"
+    activity = Activity()
     store = CacheStore(
         folder if chosen.ssd_cache else None,
         disk_budget=disk_budget(chosen, folder),
@@ -58,9 +61,10 @@ def runtime() -> Runtime:
         prefetch=chosen.prefetch,
         codec=codec,
         counters=counters,
+        quiet=activity.quiet,
     )
     atexit.register(store.close)
-    return Runtime(chosen, counters, store, codec)
+    return Runtime(chosen, counters, store, codec, activity=activity)
 
 
 def disk_budget(chosen: Settings, folder: Path) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ import mlx.core as mx
 from ..patching.guard import shield
 from .prefill import Prefill
 from .quantised import AnySequence
+from .runtime import runtime
 
 
 class FirstStep:
@@ -119,6 +121,9 @@ def next_piece(
     return size, False
 
 
-def measured(prefill: Prefill | None, context: int, tokens: int) -> AbstractContextManager[None]:
+@contextmanager
+def measured(prefill: Prefill | None, context: int, tokens: int) -> Iterator[None]:
     """Let the chunk plan learn from what the computation inside takes."""
-    return prefill.measured(context, tokens) if prefill is not None else nullcontext()
+    learning = prefill.measured(context, tokens) if prefill is not None else nullcontext()
+    with runtime().activity.running(), learning:
+        yield

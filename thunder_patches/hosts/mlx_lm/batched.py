@@ -15,6 +15,7 @@ import mlx.core as mx
 from ...patching.guard import is_on, shield
 from ..arguments import named, replaced
 from ..quantised import AnySequence
+from ..runtime import runtime
 from ..steps import FirstStep, measured, next_piece
 from .host_cache import keep_out_decoded
 from .load import loaded, session_of
@@ -178,6 +179,8 @@ def generation_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def generation_next(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """``GenerationBatch.next() -> responses``: a finished answer's blocks are stored too."""
     responses = wrapped(*args, **kwargs)
+    with shield("ssd_cache", "activity"):
+        runtime().activity.note()
     for response in responses:
         if response.finish_reason is not None and response.uid in _rows:
             with shield("ssd_cache", "answer"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ...observe.routes import Answer, answer
 from ...patching import report
 from ...patching.guard import shield
 from ..arguments import replaced
+from ..runtime import runtime
 from .requests import note_http, refused
 
 
@@ -23,10 +25,13 @@ def do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    running: AbstractContextManager[None] = nullcontext()
     with shield("ssd_cache", "routes"):
         note_http(instance)
         instance.thunder_started = time.perf_counter()
-    return wrapped(*args, **kwargs)
+        running = runtime().activity.running()
+    with running:
+        return wrapped(*args, **kwargs)
 
 
 def send(handler: Any, found: Answer) -> None:
