@@ -59,11 +59,28 @@ FEATURES: tuple[Feature, ...] = (
         requires="context_pilot",
     ),
     Feature("routes", "/thunder/ on the host's port"),
+    # After what they wrap around: a context's tokens come before the prompt's own.
+    Feature("contexts", "requests that go on from a context", hosts=("mlx_lm",)),
+    Feature(
+        "handoff",
+        "contexts passed from one agent to another by descriptor",
+        switch="handoff",
+        requires="contexts",
+        hosts=("mlx_lm",),
+    ),
+    Feature(
+        "named_caches",
+        "prefixes kept by name",
+        switch="named_caches",
+        requires="contexts",
+        hosts=("mlx_lm",),
+    ),
 )
 
 
 _REUSE = "mlx_lm.server keeps prompt caches across restarts"
 _FUSED = "mlx-lm loads gate and up as one projection"
+_HANDED = "mlx-lm hands prompt caches from one request to another by name"
 _STREAMED = "mlx-lm reads experts when they are routed to"
 
 
@@ -124,6 +141,8 @@ _CACHE = "mlx_lm.models.cache"
 _GENERATE = "mlx_lm.generate"
 _UTILS = "mlx_lm.utils"
 _SCHEDULER = "omlx.scheduler"
+_OMLX = "omlx.server"
+_EVERY_REQUEST = "DebugRequestLoggingMiddleware.__call__"
 
 PATCHES: tuple[Patch, ...] = (
     # load
@@ -194,6 +213,33 @@ PATCHES: tuple[Patch, ...] = (
     ),
     # status
     _mlx_lm("routes", _SERVER, "APIHandler.do_GET", "routes:do_get"),
+    # contexts: the request, its tokens, its lookup, what the client sees, and the routes
+    _mlx_lm(
+        "contexts", _SERVER, "APIHandler.handle_completion", "contexts:handle_completion", until=_HANDED
+    ),
+    _mlx_lm("contexts", _SERVER, "ResponseGenerator._tokenize", "contexts:tokenize", until=_HANDED),
+    _mlx_lm(
+        "contexts",
+        _CACHE,
+        "LRUPromptCache.fetch_nearest_cache",
+        "contexts:fetch_nearest_cache",
+        until=_HANDED,
+    ),
+    _mlx_lm(
+        "contexts", _SERVER, "APIHandler.generate_response", "contexts:generate_response", until=_HANDED
+    ),
+    _mlx_lm(
+        "contexts",
+        _SERVER,
+        "APIHandler._set_completion_headers",
+        "contexts:set_completion_headers",
+        until=_HANDED,
+    ),
+    _mlx_lm("contexts", _SERVER, "APIHandler.do_POST", "contexts:do_post", until=_HANDED),
+    _mlx_lm("contexts", _SERVER, "APIHandler.do_GET", "contexts:do_get", until=_HANDED),
+    _mlx_lm(
+        "contexts", _SERVER, "APIHandler.do_DELETE", "contexts:do_delete", adds=True, until=_HANDED
+    ),
     # oMLX: lookup, prefill and store on the engine's thread
     _omlx("ssd_cache", _SCHEDULER, "Scheduler.__init__", "omlx.scheduler:scheduler_init"),
     _omlx(
@@ -223,9 +269,28 @@ PATCHES: tuple[Patch, ...] = (
     _experts("moe_fusion", "load_adapters", "release_adapted", "omlx_fuses", _FUSED),
     _experts("expert_streaming", "load_model", "stream_loaded", "omlx_streams", _STREAMED),
     _experts("expert_streaming", "load_adapters", "bring_in_adapted", "omlx_streams", _STREAMED),
-    # oMLX: what the client sees
+    # oMLX: the request, from its headers to the engine
+    _omlx("ssd_cache", _OMLX, _EVERY_REQUEST, "omlx.requests:asgi"),
+    _omlx("ssd_cache", "omlx.engine_core", "EngineCore.add_request", "omlx.requests:add_request"),
     _omlx(
-        "context_pilot", "omlx.server", "PromptTokensDetails", "omlx.usage:prompt_tokens_details"
+        "context_pilot",
+        "omlx.engine.batched",
+        "BatchedEngine._apply_chat_template",
+        "omlx.messages:apply_chat_template",
     ),
-    _omlx("context_pilot", "omlx.server", "Usage", "omlx.usage:usage"),
+    _omlx(
+        "chunked_prefill",
+        _OMLX,
+        "validate_context_window",
+        "omlx.admission:validate_context_window",
+    ),
+    # oMLX: what the client sees
+    _omlx("context_pilot", _OMLX, "Usage", "omlx.usage:usage"),
+    _omlx("context_pilot", _OMLX, "convert_internal_to_anthropic_response", "omlx.usage:message"),
+    _omlx("context_pilot", _OMLX, "create_message_start_event", "omlx.usage:message_start"),
+    _omlx("context_pilot", _OMLX, "create_message_delta_event", "omlx.usage:message_delta"),
+    _omlx("context_pilot", _OMLX, "build_response_usage", "omlx.usage:response_usage"),
+    _omlx("context_pilot", _OMLX, "format_sse_event", "omlx.usage:response_event"),
+    # oMLX: status
+    _omlx("routes", _OMLX, _EVERY_REQUEST, "omlx.routes:asgi"),
 )

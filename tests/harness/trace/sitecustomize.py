@@ -1,14 +1,17 @@
 """Loaded by test servers only (first on their PYTHONPATH): watches the host, injects faults.
 
-Does nothing unless HARNESS_TRACE names a file. Then it
+Does nothing without the variables below. With HARNESS_TRACE=file it
 
 - appends one JSON line for each call of a loaded model: {"batch": rows, "width": tokens a row};
 - before a call, obeys a fault file (the same name with ".fault"): {"skip": n, "error": text} raises
   RuntimeError(text) at the n-th further call, {"skip": n, "sleep": seconds} waits there;
+- with HARNESS_ANSWERS=file appends one JSON line for each token of an answer of the batched path:
+  {"answer": uid, "token": id, "logprob": its logprob};
 - with HARNESS_SLOW_WRITES=seconds waits that long before each rename of a file to a name
   under THUNDER_CACHE_DIR, on the thread that renames.
 
-It knows one host function, mlx_lm.utils.load_model, and nothing of thunder_patches.
+It knows of the host mlx_lm.utils.load_model and mlx_lm.generate's responses, and nothing of
+thunder_patches.
 """
 
 import functools
@@ -61,46 +64,69 @@ class _Watch:
         else:
             raise RuntimeError(fault["error"])
 
+    def watch_loading(self, module):
+        load_model = module.load_model
+
+        @functools.wraps(load_model)
+        def watched(*args, **kwargs):
+            result = load_model(*args, **kwargs)
+            self.instrument(type(result[0]))
+            return result
+
+        module.load_model = watched
+
+
+def _tell_answers(path):
+    """A change of mlx_lm.generate: each response of the batched path is noted."""
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def change(module):
+        response = module.GenerationBatch.Response
+        original = response.__init__
+
+        @functools.wraps(original)
+        def noted(self, *args, **kwargs):
+            original(self, *args, **kwargs)
+            told = {"answer": self.uid, "token": self.token}
+            told["logprob"] = self.logprobs[self.token].item()
+            os.write(log, (json.dumps(told) + "\n").encode())
+
+        response.__init__ = noted
+
+    return change
+
 
 class _Loader(importlib.abc.Loader):
-    def __init__(self, inner, watch):
+    def __init__(self, inner, change):
         self.inner = inner
-        self.watch = watch
+        self.change = change
 
     def create_module(self, spec):
         return self.inner.create_module(spec)
 
     def exec_module(self, module):
         self.inner.exec_module(module)
-        load_model = module.load_model
-
-        @functools.wraps(load_model)
-        def watched(*args, **kwargs):
-            result = load_model(*args, **kwargs)
-            self.watch.instrument(type(result[0]))
-            return result
-
-        module.load_model = watched
+        self.change(module)
 
     def __getattr__(self, name):  # what the inner loader also offers, such as get_source
         return getattr(self.inner, name)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Wraps the loader that the other finders give for mlx_lm.utils."""
+    """Wraps the loader that the other finders give for some modules."""
 
-    def __init__(self, watch):
-        self.watch = watch
+    def __init__(self, changes):
+        self.changes = changes
 
     def find_spec(self, name, path=None, target=None):
-        if name != "mlx_lm.utils":
+        if name not in self.changes:
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
             spec = finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(spec.loader, self.watch)
+                spec.loader = _Loader(spec.loader, self.changes[name])
                 return spec
         return None
 
@@ -116,9 +142,15 @@ def _slow_writes(folder, seconds):
 
 
 def _main():
+    changes = {}
     path = os.environ.get("HARNESS_TRACE")
     if path:
-        sys.meta_path.insert(0, _Finder(_Watch(path)))
+        changes["mlx_lm.utils"] = _Watch(path).watch_loading
+    path = os.environ.get("HARNESS_ANSWERS")
+    if path:
+        changes["mlx_lm.generate"] = _tell_answers(path)
+    if changes:
+        sys.meta_path.insert(0, _Finder(changes))
     seconds = os.environ.get("HARNESS_SLOW_WRITES")
     if seconds:
         _slow_writes(os.environ["THUNDER_CACHE_DIR"], float(seconds))

@@ -1,93 +1,68 @@
-"""A real `omlx serve` on a tiny model, with the plugin or without, asked over HTTP."""
+"""`omlx serve` in the place of the harness's mlx_lm.server, so that the same cases run on it.
+
+oMLX serves the models of a folder, loads one when it is first asked for, and tells no logprobs: they
+come from a file that the harness's trace module writes.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
-import shutil
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.harness.client import answer_of, defaults
+from tests.harness.compare import Answer
+from tests.harness.fleet import NO_HOST_CACHE, Fleet
 from tests.harness.models import Model
+from tests.harness.server import Server
 
-START = 90.0
+NAME = "tiny"
 
 
-class Server:
-    def __init__(self, port: int, log: Path) -> None:
-        self._url = f"http://127.0.0.1:{port}"
-        self.log = log
+class OmlxServer(Server):
+    """`omlx serve`; see `Server` for the arguments."""
 
-    def get(self, path: str, timeout: float = 10.0) -> Any:
-        with urllib.request.urlopen(self._url + path, timeout=timeout) as answer:
-            return json.load(answer)
-
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        data = json.dumps({"model": "tiny", "temperature": 0, **body}).encode()
-        request = urllib.request.Request(
-            self._url + path, data, {"Content-Type": "application/json"}
+    def __init__(self, python: Path, model: Path | None, folder: Path, **options: Any) -> None:
+        args: Sequence[str] = tuple(options.pop("args", ()))
+        env = dict(options.pop("env", None) or {})
+        if args[: len(NO_HOST_CACHE)] == NO_HOST_CACHE:
+            # The plugin puts the host's cache out of use by itself.
+            stock = ("--no-cache",) if env.get("THUNDER") == "0" else ()
+            args = (*stock, *args[len(NO_HOST_CACHE) :])
+        models = folder / "models"
+        models.mkdir(parents=True)
+        if model is not None:
+            (models / NAME).symlink_to(model)
+        self.answers_file = folder / "answers.jsonl"
+        env["HARNESS_ANSWERS"] = str(self.answers_file)
+        where = ["--model-dir", str(models), "--base-path", str(folder / "base")]
+        launch = ("-m", "omlx.cli", "serve")
+        super().__init__(
+            python, None, folder, args=[*where, *args], env=env, launch=launch, **options
         )
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return json.load(answer)
 
-    def complete(self, prompt: str, tokens: int = 16) -> tuple[str, dict[str, Any]]:
-        answer = self.post("/v1/completions", {"prompt": prompt, "max_tokens": tokens})
-        return answer["choices"][0]["text"], answer["usage"]
+    def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
+        return super().post(path, {"model": NAME, **body}, timeout)
 
-    def chat(self, messages: list[dict[str, Any]], tokens: int = 16) -> tuple[str, dict[str, Any]]:
-        answer = self.post("/v1/chat/completions", {"messages": messages, "max_tokens": tokens})
-        return answer["choices"][0]["message"]["content"], answer["usage"]
+    def _ask(self, path: str, body: dict[str, Any], timeout: float | None) -> Answer:
+        start = self.answers_file.stat().st_size if self.answers_file.exists() else 0
+        response = self.post(path, {**defaults(), "logprobs": None, **body}, timeout)
+        with self.answers_file.open() as file:
+            file.seek(start)
+            rows = [json.loads(line) for line in file]
+        if len({row["answer"] for row in rows}) > 1:
+            rows = []  # other requests ran as well
+        tokens = tuple(row["token"] for row in rows)
+        logprobs = tuple(row["logprob"] for row in rows)
+        return dataclasses.replace(answer_of(response), tokens=tokens, logprobs=logprobs)
 
 
-@contextmanager
-def omlx(model: Model, folder: Path, *, thunder: bool = True, **settings: str) -> Iterator[Server]:
-    """Serve ``model``; ``folder`` keeps the plugin's cache from one server to the next."""
-    models = folder / "models"
-    if not (models / "tiny").exists():
-        shutil.copytree(model.path, models / "tiny")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    base = folder / f"base-{port}"
-    command = [str(Path(sys.executable).with_name("omlx")), "serve", "--model-dir", str(models)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--base-path", str(base)]
-    if not thunder:
-        command += ["--paged-ssd-cache-dir", str(base / "ssd")]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("THUNDER")}
-    environment |= {
-        "HF_HUB_OFFLINE": "1",
-        "THUNDER": str(int(thunder)),
-        "THUNDER_CACHE_DIR": str(folder / "cache"),
-        **settings,
-    }
-    log = folder / f"log-{port}.txt"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-        server = Server(port, log)
-        try:
-            deadline = time.monotonic() + START
-            while True:
-                try:
-                    server.get("/health", timeout=1)
-                    break
-                except OSError:
-                    if process.poll() is not None or time.monotonic() > deadline:
-                        raise AssertionError(f"omlx did not start:\n{log.read_text()}") from None
-                    time.sleep(0.1)
-            yield server
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+class OmlxFleet(Fleet):
+    """Servers of oMLX."""
+
+    def _make(self, model: Model | None, **options: Any) -> Server:
+        self._started += 1
+        path = None if model is None else model.path
+        return OmlxServer(self.python, path, self.folder / f"server-{self._started}", **options)

@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from ...pilot.boundaries import Follower
 from ...tensors.identity import IdentityError, code_of, identify
 from ...tensors.layers import UnsupportedCache
 from ..prefill import Prefill
@@ -24,10 +25,11 @@ class Engine:
     """A scheduler's model; ``session`` is None with a ``reason`` where it is not eligible."""
 
     def __init__(self, scheduler: Any) -> None:
-        model = scheduler.model
+        model, encode = scheduler.model, scheduler.tokenizer.encode
         self.family = type(model).__module__.rpartition(".")[2]
         self.session: Session | None = None
         self.prefill: Prefill | None = None
+        self.follower = Follower(lambda text: encode(text, add_special_tokens=False))
         self.reason: str | None = None
         try:
             family = Family.named(self.family)
@@ -63,6 +65,14 @@ def add(scheduler: Any) -> Engine:
 
 def engine_of(scheduler: Any) -> Engine | None:
     return _engines.get(scheduler)
+
+
+def engine_named(name: str | None) -> Engine | None:
+    """The engine that serves the model of this name (or alias), if it is loaded."""
+    server = sys.modules["omlx.server"]
+    entry = server.get_engine_pool().get_entry(server.resolve_model_id(name))
+    core = getattr(getattr(entry, "engine", None), "_engine", None)
+    return engine_of(core.engine.scheduler) if core is not None else None
 
 
 def engines() -> list[Engine]:

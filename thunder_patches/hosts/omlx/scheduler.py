@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ...patching.guard import is_on, shield
+from ...prefill.progress import Progress
 from ..arguments import named, replaced
+from ..asked import salted
 from ..counting import Outcome, count
 from ..mlx_lm.adopt import adopt
 from ..mlx_lm.batched import Row, expect
-from ..session import Sequence
+from ..pilot import looked_up
+from ..session import Hit, Sequence, Session
 from ..steps import Prefilling
 from .engines import Engine, add, engine_of
-
-
-class CachedTokens(int):
-    """``cached_tokens`` of a request: travels through the host to the usage, with what became of it."""
-
-    outcome: Outcome
-
-    def __radd__(self, other: int) -> CachedTokens:
-        """The host adds up several prompts of one request; the last one's outcome is told."""
-        total = CachedTokens(other + int(self))
-        total.outcome = self.outcome
-        return total
+from .messages import boundaries
+from .requests import Http, asked_for
 
 
 def scheduler_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """``Scheduler.__init__``: for an eligible model the host's own prefix cache is put out of use."""
+    """``Scheduler.__init__``: for an eligible model the host's own prefix cache is put out of use.
+
+    It knows no tenants, so with a cache for each API key no model uses it.
+    """
     result = wrapped(*args, **kwargs)
     with shield("ssd_cache", "load"):
         engine = add(instance)
-        if engine.session is not None and is_on("ssd_cache"):
+        if is_on("ssd_cache") and (engine.session is not None or salted()):
             instance.block_aware_cache = None
     return result
 
@@ -50,6 +46,7 @@ def do_external_prefill(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
         cache, last = wrapped(*args, **kwargs)
     with shield("ssd_cache", "prefill"):
         expect(cache, found.row)
+        asked_for(named(wrapped, args, kwargs)["request"].request_id).reservation = None
     return cache, last
 
 
@@ -83,18 +80,13 @@ class _Found:
     """A prompt's lookup: what is left to prefill, into which caches, and the row it becomes."""
 
     def __init__(
-        self,
-        engine: Engine,
-        model: Any,
-        sequence: Sequence,
-        tokens: list[int],
-        caches: Any,
-        held: int,
+        self, engine: Engine, model: Any, sequence: Sequence, tokens: list[int], hit: Hit | None
     ) -> None:
+        held = hit.length if hit is not None else 0
         self.rest = tokens[min(held, len(tokens) - 1) :]
-        self.caches = caches
+        self.caches = adopt(hit.caches) if hit is not None else None
         self.prefilling = Prefilling(model, sequence, held, engine.prefill)
-        self.row = Row(sequence, None)
+        self.row = Row(sequence, hit.logits if hit is not None else None)
 
 
 def _look_up(scheduler: Any, given: dict[str, Any]) -> _Found | None:
@@ -107,18 +99,46 @@ def _look_up(scheduler: Any, given: dict[str, Any]) -> _Found | None:
         return None
     if len(tokens) != len(request.prompt_token_ids):
         return None
-    sequence = engine.session.sequence(tokens)
-    hit = sequence.lookup(longer_than=0, full=is_on("skip_logic"))
-    held = hit.length if hit is not None else 0
-    skip = "full" if hit is not None and hit.full else "none"
-    outcome = Outcome(held, skip, hit.source if hit is not None else None)
+    http = asked_for(request.request_id)
+    sequence = engine.session.sequence(tokens, http.salt)
+    with shield("context_pilot", "boundaries"):
+        if http.prompt is not None:
+            found = boundaries(engine.follower, scheduler.tokenizer, http.prompt, sequence.tokens)
+            http.chat.boundaries, sequence.boundaries = found, found.cuts()
+    hit = sequence.lookup(longer_than=0, full=is_on("skip_logic"), fit=_whole_pieces(sequence))
+    outcome = Outcome()
+    if hit is not None:
+        outcome = Outcome(hit.length, "full" if hit.full else "none", hit.source)
+    request.cached_tokens = outcome.cached_tokens
     count(outcome, len(tokens))
-    request.cached_tokens = CachedTokens(held)
-    request.cached_tokens.outcome = outcome
-    caches = adopt(hit.caches) if hit is not None else None
-    found = _Found(engine, scheduler.model, sequence, tokens, caches, held)
-    found.row.logits = hit.logits if hit is not None else None
-    return found
+    result = _Found(engine, scheduler.model, sequence, tokens, hit)
+    _tell(http, engine.session, tokens, outcome, result.prefilling)
+    return result
+
+
+def _whole_pieces(sequence: Sequence) -> Callable[[int], int]:
+    """Where prefill may go on: not so that it has one token only, which would be a decode step."""
+    barred = 0 if sequence.session.exact_decode else len(sequence) - 2
+    return lambda position: 0 if position == barred else position
+
+
+def _tell(
+    http: Http, session: Session, tokens: list[int], outcome: Outcome, prefilling: Prefilling
+) -> None:
+    """What the client is to see of it, while the prompt is prefilled and after."""
+    http.outcomes.append(outcome)
+    skipped = outcome.cached_tokens
+    http.progress, http.prefilling = Progress(len(tokens), skipped, skipped), prefilling
+    with shield("context_pilot", "explain"):
+        if is_on("context_pilot"):
+            looked_up(
+                http.chat,
+                tokens,
+                outcome,
+                model=session.identity,
+                salt=http.salt,
+                grain=session.block_tokens,
+            )
 
 
 @contextmanager
