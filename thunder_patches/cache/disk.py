@@ -59,6 +59,7 @@ class ReadJob:
 
     `targets`, by tensor name: writable C-contiguous views whose concatenation is the tensor; an int
     skips that many bytes. Bytes without a target are read and checked all the same.
+    `halves`, if given, takes what is left to decode for the caller, by tensor name: see `read_into`.
     """
 
     key: bytes
@@ -67,6 +68,7 @@ class ReadJob:
     tokens: bytes
     layout: str
     targets: Mapping[str, Segments]
+    halves: dict[str, object] | None = None
 
     def refuses(self, header: Header) -> str | None:
         """What is wrong with a record of this key, if anything."""
@@ -215,18 +217,24 @@ class DiskStore:
         def work(fd: int, head: Head) -> bool:
             if (reason := job.refuses(head.header)) is not None:
                 raise BadFile(reason)
-            read_into(fd, head, job.targets, self._codec)
+            read_into(fd, head, job.targets, self._codec, job.halves)
             return True
 
         ref = self.locate(job.kind, job.key, job.parent)
         return ref is not None and self._with_file(ref, work) is not None
 
     def load(self, key: bytes) -> Record | None:
-        """The whole record, in buffers of its own."""
+        """The whole record, in buffers of its own; None also for one that isn't exact.
+
+        Decoded, that would take many times the memory of its file, and long on the host.
+        """
         entry = self._index.get(key)
         if entry is None:
             return None
-        return self._with_file(entry.ref, lambda fd, head: read_record(fd, head, self._codec))
+        return self._with_file(
+            entry.ref,
+            lambda fd, head: None if head.lossy else read_record(fd, head, self._codec),
+        )
 
     def read_ahead(self, key: bytes) -> None:
         """Have the system read the record's file into its page cache."""

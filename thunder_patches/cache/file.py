@@ -75,6 +75,9 @@ class Codec(Protocol):
     def decode(self, spec: TensorSpec, coded: Coded, header: Header) -> Buffer:
         """The tensor's bytes again; raises on an unknown codec or data that can't be decoded."""
 
+    def unpack(self, spec: TensorSpec, coded: Coded, header: Header) -> object | None:
+        """The first half of decoding, for a caller that does the second; None without halves."""
+
     def ages(self, codecs: Sequence[str]) -> bool:
         """Whether `age` is worth a try for a record whose tensors are stored with these codecs."""
 
@@ -100,6 +103,9 @@ class RawCodec:
 
     def decode(self, spec: TensorSpec, coded: Coded, header: Header) -> Buffer:
         raise ValueError(f"{spec.name}: unknown codec {coded.codec!r}")
+
+    def unpack(self, spec: TensorSpec, coded: Coded, header: Header) -> object | None:
+        return None
 
     def ages(self, codecs: Sequence[str]) -> bool:
         return False
@@ -303,8 +309,17 @@ def check_targets(header: Header, targets: Mapping[str, Segments]) -> None:
             )
 
 
-def read_into(fd: int, head: Head, targets: Mapping[str, Segments], codec: Codec) -> None:
+def read_into(
+    fd: int,
+    head: Head,
+    targets: Mapping[str, Segments],
+    codec: Codec,
+    halves: dict[str, object] | None = None,
+) -> None:
     """Read the payload into `targets` (by tensor name) and check it.
+
+    With `halves`, a tensor whose codec decodes in two steps goes only through the first, the result
+    into `halves`, and its targets are left alone.
 
     Raises BadFile, Unwanted, OSError, and ValueError when a target's size isn't its tensor's.
     Unchanged tensors go from the file to their targets with one copy. When it raises, the targets
@@ -334,7 +349,7 @@ def read_into(fd: int, head: Head, targets: Mapping[str, Segments], codec: Codec
         raise BadFile("the payload's checksum is wrong")
     for part in head.parts:
         if (data := encoded.get(part.spec.name)) is not None:
-            _decode_into(head.header, part, data, targets[part.spec.name], codec)
+            _decode_into(head.header, part, data, targets[part.spec.name], codec, halves)
 
 
 def read_record(fd: int, head: Head, codec: Codec) -> Record:
@@ -359,10 +374,19 @@ def copy_into(data: Buffer, segments: Segments) -> None:
 
 
 def _decode_into(
-    header: Header, part: Part, data: bytearray, segments: Segments, codec: Codec
+    header: Header,
+    part: Part,
+    data: bytearray,
+    segments: Segments,
+    codec: Codec,
+    halves: dict[str, object] | None,
 ) -> None:
+    coded = Coded(part.codec, data, part.params)
     try:
-        decoded = flat(codec.decode(part.spec, Coded(part.codec, data, part.params), header))
+        if halves is not None and (half := codec.unpack(part.spec, coded, header)) is not None:
+            halves[part.spec.name] = half
+            return
+        decoded = flat(codec.decode(part.spec, coded, header))
     except Exception as error:
         raise BadFile(f"{part.spec.name}: {part.codec}: {error!r}") from error
     if decoded.nbytes != part.spec.nbytes:

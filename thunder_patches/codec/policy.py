@@ -15,7 +15,7 @@ from thunder_patches.cache.record import Buffer, Header, Record, TensorSpec, fla
 from .base import Codec, CodecError, Coded, Refused
 from .calibration import Calibration, Shelf
 from .codecs import CODECS, decode
-from .kvtc import Kvtc
+from .kvtc import Kvtc, Numbers
 from .layout import rows_of
 
 Mode = Literal["auto", "raw", "lossless", "int8", "kvtc"]
@@ -114,6 +114,13 @@ class Policy:
     def decode(self, spec: TensorSpec, coded: Coded, header: Header) -> Buffer:
         """One tensor's bytes; raises CodecError, which the store treats as a bad file."""
         return decode(spec, coded, header, self._codecs)
+
+    def unpack(self, spec: TensorSpec, coded: Coded, header: Header) -> Numbers | None:
+        """The first half of decoding "kvtc" (see `kvtc`), None for other codecs; CodecError."""
+        codec = self._codecs.get(coded.codec)
+        if isinstance(codec, Kvtc) and spec.nbytes:
+            return codec.unpack(spec, coded, header)
+        return None
 
     def record(self, stored: Stored) -> Record:
         """All of a record decoded; raises CodecError."""

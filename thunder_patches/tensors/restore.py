@@ -2,27 +2,34 @@
 
 One preallocated array per row tensor of a layer, with room for the rest of the prompt and the answer;
 one ``mx.eval`` for the whole restore. Where an evaluated array can be written through its buffer
-(unified memory, CPU) the store reads into it; elsewhere into host memory, copied over once.
+(unified memory, CPU) the store reads into it; elsewhere into host memory, copied over once. What KVTC
+stored is multiplied out on the device, in batches.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from ..cache.file import copy_into
 from ..cache.match import Piece
 from ..cache.record import Buffer, Header, Record
 from ..cache.store import CacheStore, ReadJob
+from ..codec.kvtc import Numbers
 from .cut import state_name
+from .kvtc_decode import decode
 from .layers import DTYPES, CacheObject, Layout, Meta, fill
 
+BATCH = 8
+"""Blocks that go through one matrix product: enough for the device, and their float32 rows are few."""
 _SAME_SIZE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
@@ -156,10 +163,11 @@ def _read(
         targets = _row_targets(layout, rows, buffers, piece, capacity)
         if piece is pieces[-1]:
             targets |= {name: [buffers.view(index)] for name, index in whole.items()}
-        filled.append(replace(job, targets=targets))
+        filled.append(replace(job, targets=targets, halves={}))
     found = [origin for origin in store.read_many(filled) if origin is not None]
     if len(found) < len(jobs):
         raise RestoreFailed(f"{len(jobs) - len(found)} of {len(jobs)} records could not be read")
+    multiply_out(layout, filled)
     arrays = buffers.arrays()
     return (
         {at: arrays[i] for at, i in rows.items()},
@@ -185,6 +193,48 @@ def _row_targets(
                 if piece.use < count:
                     into.append((count - piece.use) * width)
     return targets
+
+
+class _Batch(NamedTuple):
+    """Some records of one calibration: a row tensor of theirs, decoded by the device meanwhile."""
+
+    name: str
+    jobs: Sequence[ReadJob]
+    rows: Sequence[mx.array]
+
+
+def multiply_out(layout: Layout, jobs: Sequence[ReadJob]) -> None:
+    """Finish what the reads decoded by half, into the jobs' targets.
+
+    While one batch is copied, the device works on the next.
+    """
+    before: _Batch | None = None
+    for batch in _batches(layout, jobs):
+        mx.async_eval(batch.rows)
+        if before is not None:
+            _deliver(before)
+        before = batch
+    if before is not None:
+        _deliver(before)
+
+
+def _batches(layout: Layout, jobs: Sequence[ReadJob]) -> Iterator[_Batch]:
+    for name, (dtype, _, _) in layout.groups.items():
+        numbers = [
+            (job, half) for job in jobs if isinstance(half := (job.halves or {}).get(name), Numbers)
+        ]
+        for _, run in groupby(numbers, key=lambda pair: pair[1].calibration.id):
+            same = list(run)
+            for i in range(0, len(same), BATCH):
+                some = same[i : i + BATCH]
+                arrays = decode(name, [half for _, half in some], DTYPES[dtype])
+                rows = [mx.contiguous(array).view(mx.uint8) for array in arrays]
+                yield _Batch(name, [job for job, _ in some], rows)
+
+
+def _deliver(batch: _Batch) -> None:
+    for job, rows in zip(batch.jobs, batch.rows, strict=True):
+        copy_into(memoryview(rows).cast("B"), job.targets[batch.name])  # type: ignore[arg-type]
 
 
 def join_layout(layout: str, metas: dict[str, Meta]) -> str:
