@@ -63,6 +63,19 @@ class QuantisedSequence:
     def boundaries(self, value: tuple[int, ...]) -> None:
         self._plain.boundaries = self._quantised.boundaries = value
 
+    @property
+    def keep(self) -> int | None:
+        return self._plain.keep
+
+    @keep.setter
+    def keep(self, value: int | None) -> None:
+        self._plain.keep = self._quantised.keep = value
+
+    @property
+    def parts(self) -> tuple[Sequence, Sequence]:
+        """The same tokens in either form of their state."""
+        return self._plain, self._quantised
+
     def extend(self, tokens: Seq[int]) -> None:
         self._plain.extend(tokens)
         self._quantised.extend(tokens)

@@ -162,6 +162,8 @@ class Sequence:
     keys: list[bytes] = field(init=False)
     checked: int = 0
     """Leading blocks that were found in, or put into, the store."""
+    keep: int | None = None
+    """Tokens beyond which nothing of it is stored; None stores all."""
 
     def __post_init__(self) -> None:
         self.keys = chain(self.root, self.tokens, self.session.block_tokens)
@@ -277,6 +279,8 @@ class Sequence:
         missing = [
             i
             for i in range(self.checked, blocks)
+        if self.keep is not None and position > self.keep:
+            return
             if not store.match([self.keys[i]], self.keys[i - 1] if i else self.root)
         ]
         parent = self.keys[blocks - 1] if blocks else self.root

@@ -215,7 +215,11 @@ PATCHES: tuple[Patch, ...] = (
     _mlx_lm("routes", _SERVER, "APIHandler.do_GET", "routes:do_get"),
     # contexts: the request, its tokens, its lookup, what the client sees, and the routes
     _mlx_lm(
-        "contexts", _SERVER, "APIHandler.handle_completion", "contexts:handle_completion", until=_HANDED
+        "contexts",
+        _SERVER,
+        "APIHandler.handle_completion",
+        "contexts:handle_completion",
+        until=_HANDED,
     ),
     _mlx_lm("contexts", _SERVER, "ResponseGenerator._tokenize", "contexts:tokenize", until=_HANDED),
     _mlx_lm(
@@ -226,7 +230,11 @@ PATCHES: tuple[Patch, ...] = (
         until=_HANDED,
     ),
     _mlx_lm(
-        "contexts", _SERVER, "APIHandler.generate_response", "contexts:generate_response", until=_HANDED
+        "contexts",
+        _SERVER,
+        "APIHandler.generate_response",
+        "contexts:generate_response",
+        until=_HANDED,
     ),
     _mlx_lm(
         "contexts",

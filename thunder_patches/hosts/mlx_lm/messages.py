@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,12 @@ def boundaries(
     """
     if request.request_type != "chat" or not tokenizer.has_chat_template:
         return None
+    render = renderer(generator, tokenizer, args)
+    return follower(tokenizer).boundaries(render, request.messages, request.tools, tokens)
+
+
+def renderer(generator: Any, tokenizer: Any, args: Any) -> Callable[[Any, bool, Any], str]:
+    """``render(messages, add_generation_prompt, tools) -> text`` with this request's variables."""
     variables = dict(generator.model_provider.cli_args.chat_template_args)
     variables.update(args.chat_template_kwargs or {})
 
@@ -32,9 +39,10 @@ def boundaries(
             **variables,
         )
 
-    return _follower(tokenizer).boundaries(render, request.messages, request.tools, tokens)
+    return render
 
 
 @lru_cache(maxsize=2)
-def _follower(tokenizer: Any) -> Follower:
+def follower(tokenizer: Any) -> Follower:
+    """The one that knows this tokenizer's template."""
     return Follower(lambda text: tokenizer.encode(text, add_special_tokens=False))
