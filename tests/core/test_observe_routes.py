@@ -23,7 +23,7 @@ def test_the_status_is_json_that_nobody_keeps() -> None:
     assert ("Cache-Control", "no-store") in found.headers
 
 
-@pytest.mark.parametrize("path", ["/thunder/nothing", "/v1/models", "/thunder", "/"])
+@pytest.mark.parametrize("path", ["/thunder/nothing", "/v1/models", "/thunders", "/"])
 def test_other_paths_are_the_host_s(path: str) -> None:
     assert answer("GET", path, "", status) is None
 

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 KEPT = 2048
-SHOWN = 50
+SHOWN = 100
 STEP_S = 30.0
 SPAN_S = 3600.0
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 180.0)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qs
 
+from .page import page
+
 JSON = "application/json"
 TEXT = "text/plain; charset=utf-8"
 Query = Mapping[str, list[str]]
@@ -57,6 +59,21 @@ def _status(query: Query, status: Status) -> Answer:
     return as_json(status(details=True))
 
 
+def _page(query: Query, status: Status) -> Answer:
+    body, headers = page()
+    return Answer(200, "text/html; charset=utf-8", body, headers)
+
+
+def _to_page(query: Query, status: Status) -> Answer:
+    return Answer(308, TEXT, b"see /thunder/\n", (("Location", "/thunder/"),))
+
+
 _ROUTES: dict[str, Callable[[Query, Status], Answer]] = {
+    "/thunder": _to_page,
+    "/thunder/": _page,
     "/thunder/status": _status,
 }
+
+OPEN = frozenset({"/thunder", "/thunder/"})
+"""Paths that hold nothing of the server's: a host that asks for a key may answer these without one,
+so that a browser can show the page, which then asks for the key."""
