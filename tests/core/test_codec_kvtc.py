@@ -234,3 +234,44 @@ def test_damaged_payloads_are_a_codec_error_or_the_right_size(mode: str, data) -
     except CodecError:
         return
     assert memoryview(out).nbytes == spec.nbytes
+
+
+def test_each_of_several_models_is_coded_with_its_own_calibration(tmp_path) -> None:
+    """A record doesn't say whose it is: the calibration that fits it is the one."""
+    shelf = Shelf(tmp_path)
+    unlike = calibration_for(K, V, rotary=Rotary(ROTARY.rates, interleaved=True))
+    mine = shelf.add(replace(KNOWN, model="mine"))
+    shelf.add(replace(unlike, model="other", measured={"other": 1}))
+    policy = Policy("kvtc", shelf=shelf)
+    record = Record(header_of(K, start=256), (to_bytes(keys(256, 256), "BF16"),))
+    for order in (["other", "mine"], ["mine", "other"]):
+        for model in order:
+            policy.use_model(model)
+        assert policy.encode(record).tensors[0].params["calibration"] == mine.id
+
+
+def test_what_the_status_says(tmp_path) -> None:
+    shelf = Shelf(tmp_path)
+    policy = Policy("kvtc", quality="small", shelf=shelf)
+    policy.use_model("a model")
+    told = policy.describe()
+    assert told["lossy"] is None and "thunder calibrate" in told["reason"]
+    known = shelf.add(replace(KNOWN, measured={"held_out": {"small": {"kl": 0.01}}}))
+    policy.use_model("a model")
+    told = policy.describe()
+    assert (told["mode"], told["quality"], told["lossy"], told["reason"]) == (
+        ("kvtc", "small", "kvtc", "")
+    )
+    assert told["calibrations"] == [{"id": known.id, "model": "a model", **known.measured}]
+    record = Record(header_of(K, start=256), (to_bytes(keys(256, 256), "BF16"),))
+    stored = policy.encode(record)
+
+    exact = Policy("auto", shelf=shelf)
+    exact.use_model("a model")
+    assert exact.describe()["lossy"] is None and exact.describe()["reason"] == ""
+    (tmp_path / f"{known.id}.safetensors").unlink()
+    later = Policy("kvtc", shelf=shelf)
+    later.use_model("another")
+    assert later.lossy is None
+    later.record(stored)
+    assert later.lossy == "kvtc", "it has read a lossy record"

@@ -17,6 +17,7 @@ from thunder_patches.cache.match import Piece
 from thunder_patches.cache.record import Header, Record, TensorSpec
 from thunder_patches.cache.store import CacheStore
 from thunder_patches.codec.calibration import Shelf
+from thunder_patches.codec.kvtc import Kvtc
 from thunder_patches.codec.policy import Policy
 from thunder_patches.codec.rotary import Rotary
 from thunder_patches.tensors import restore as module
@@ -161,8 +162,8 @@ def test_a_wrong_calibration_is_noticed_by_the_control(tmp_path) -> None:
     found = brought_back(right, pieces)
     right.close()
     wrong = policy(tmp_path / "x", rotary=Rotary((0.5,) * (DIM // 2)))
-    codec = wrong._codecs["kvtc"]
-    codec._lookup = lambda id: codec._calibration  # type: ignore[attr-defined]
+    (codec,) = wrong._models.values()
+    wrong._codecs["kvtc"] = Kvtc(lambda id: codec.calibration, codec.calibration)
     store = open_store(tmp_path / "a", codec=wrong)
     off = brought_back(store, pieces)
     keys, values = slice(0, None, 2), slice(1, None, 2)

@@ -83,17 +83,17 @@ class Kvtc:
         mode: str = "steps",
     ) -> None:
         self._lookup = lookup
-        self._calibration = calibration
+        self.calibration = calibration
         self._quality = quality
         self._mode = mode
 
     @property
     def calibrated(self) -> bool:
         """Whether it can encode."""
-        return self._calibration is not None
+        return self.calibration is not None
 
     def encode(self, spec: TensorSpec, data: Buffer, header: Header) -> Coded:
-        calibration = self._calibration
+        calibration = self.calibration
         rows = rows_of(header.layout).get(spec.name)
         if calibration is None or rows is None or not rows.attention:
             raise Refused(f"{spec.name}: no calibration, or no attention keys or values")

@@ -6,9 +6,10 @@ that flag and never serves such a record to an exact look-up. Nothing is encoded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from thunder_patches.cache.record import Buffer, Header, Record, TensorSpec, flat
 
@@ -20,6 +21,7 @@ from .layout import rows_of
 
 Mode = Literal["auto", "raw", "lossless", "int8", "kvtc"]
 Quality = Literal["high", "balanced", "small"]
+UNCALIBRATED = "the model isn't calibrated, so its blocks stay exact; run: thunder calibrate MODEL"
 WORTH_IT = 0.95  # a codec that leaves more than this of a tensor isn't used
 
 
@@ -76,12 +78,20 @@ class Policy:
         self._codecs = dict(codecs)
         if shelf is not None:
             self._codecs.setdefault("kvtc", Kvtc(shelf.get))
+        self._models: dict[str, Kvtc] = {}
+        self._met_lossy = False
         self._counts = counts
 
     @property
     def allows_lossy(self) -> bool:
         """Whether look-ups may be answered by lossy records."""
         return self.mode in ("int8", "kvtc")
+
+    @property
+    def lossy(self) -> str | None:
+        """The lossy codec that state from the store may have gone through by now, if any."""
+        may = self.mode == "int8" or self._met_lossy or bool(self._kvtc())
+        return self.mode if self.allows_lossy and may else None
 
     def use_model(self, model: str) -> Calibration | None:
         """Encode with the newest calibration of the model with this identity from now on.
@@ -90,9 +100,21 @@ class Policy:
         """
         if self._shelf is None:
             return None
-        calibration = self._shelf.of_model(model)
-        self._codecs = {**self._codecs, "kvtc": Kvtc(self._shelf.get, calibration, self.quality)}
-        return calibration
+        found = self._shelf.of_model(model)
+        self._models[model] = Kvtc(self._shelf.get, found, self.quality)
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """For the status: the setting, what it does now, and the calibrations with their quality."""
+        known = [codec.calibration for codec in list(self._models.values())]
+        missing = self.mode == "kvtc" and None in known
+        return {
+            "mode": self.mode,
+            "quality": self.quality if self.allows_lossy else None,
+            "lossy": self.lossy,
+            "reason": UNCALIBRATED if missing else "",
+            "calibrations": [{"id": c.id, "model": c.model, **c.measured} for c in known if c],
+        }
 
     def encode(self, record: Record) -> Stored:
         """A new record as it goes to disk."""
@@ -113,12 +135,14 @@ class Policy:
 
     def decode(self, spec: TensorSpec, coded: Coded, header: Header) -> Buffer:
         """One tensor's bytes; raises CodecError, which the store treats as a bad file."""
+        self._note(coded)
         return decode(spec, coded, header, self._codecs)
 
     def unpack(self, spec: TensorSpec, coded: Coded, header: Header) -> Numbers | None:
         """The first half of decoding "kvtc" (see `kvtc`), None for other codecs; CodecError."""
         codec = self._codecs.get(coded.codec)
         if isinstance(codec, Kvtc) and spec.nbytes:
+            self._note(coded)
             return codec.unpack(spec, coded, header)
         return None
 
@@ -138,8 +162,7 @@ class Policy:
         if rows is None or not rows.attention:
             return self._lossless(spec)
         if self.mode == "kvtc":
-            codec = self._codecs.get("kvtc")
-            ready = isinstance(codec, Kvtc) and codec.calibrated
+            ready = self._kvtc()
             return ("kvtc", "int8", *self._lossless(spec)) if ready else self._lossless(spec)
         halved = self.quality == "small" and rows.role == "v"
         return ("int4" if halved else "int8", *self._lossless(spec))
@@ -158,16 +181,34 @@ class Policy:
         self, spec: TensorSpec, data: Buffer, header: Header, wanted: tuple[str, ...]
     ) -> Coded:
         """The first of the wanted codecs that takes the tensor and is worth it, else raw."""
-        for i, name in enumerate(wanted):
-            codec = self._codecs.get(name)
-            try:
-                if codec is None:
-                    raise Refused(f"no codec {name}")
-                coded = codec.encode(spec, data, header)
-                if coded.nbytes <= WORTH_IT * spec.nbytes:
-                    return coded
-            except Refused:
-                pass
+        for i, name in enumerate(wanted if spec.nbytes else ()):
+            found = self._encoded(name, spec, data, header)
+            if found is not None and found.nbytes <= WORTH_IT * spec.nbytes:
+                return found
             if self._counts is not None and i + 1 < len(wanted):
                 self._counts.add("codec_fallbacks")
         return Coded("raw", flat(data))
+
+    def _encoded(self, name: str, spec: TensorSpec, data: Buffer, header: Header) -> Coded | None:
+        """The tensor in a codec, or None when that doesn't take it.
+
+        A record doesn't say whose it is. Of several models' calibrations that of the right one codes
+        it in fewest bytes, and is the only one to stay within its error limit on most.
+        """
+        codecs = self._kvtc() if name == "kvtc" else [self._codecs[name]]
+        found = []
+        for codec in codecs:
+            with suppress(Refused):
+                found.append(codec.encode(spec, data, header))
+        return min(found, key=lambda coded: coded.nbytes, default=None)
+
+    def _kvtc(self) -> Sequence[Codec]:
+        """What "kvtc" encodes with: one codec for each model that is calibrated."""
+        given = self._codecs.get("kvtc")
+        if isinstance(given, Kvtc) and given.calibrated:
+            return [given]
+        return [codec for codec in list(self._models.values()) if codec.calibrated]
+
+    def _note(self, coded: Coded) -> None:
+        codec = self._codecs.get(coded.codec)
+        self._met_lossy |= codec is not None and codec.lossy
