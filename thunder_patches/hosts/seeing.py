@@ -28,7 +28,7 @@ def add_sections() -> None:
     report.add_section("process", _process, detail=True)
     report.add_section("requests", _requests, detail=True)
     report.add_section("over_time", lambda: runtime().history.over_time(), detail=True)
-    report.add_section("first_tokens", lambda: runtime().history.first_tokens(), detail=True)
+    report.add_section("first_tokens", lambda: runtime().history.first_tokens())
     report.add_section("prefixes", _Map().now, detail=True)
 
 
@@ -68,7 +68,12 @@ def place_of(sequence: object, tokens: int, chat: Chat) -> Place | None:
 
 
 def _cache() -> dict[str, Any]:
-    return {**runtime().store.stats(), "counts": runtime().counters.snapshot()}
+    codec = runtime().codec
+    return {
+        **runtime().store.stats(),
+        "counts": runtime().counters.snapshot(),
+        "codec": codec.describe() if codec is not None else None,
+    }
 
 
 def _process() -> dict[str, Any]:
