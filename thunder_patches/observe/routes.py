@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qs
 
+from .metrics import dashboard, metrics
 from .page import page
 
 JSON = "application/json"
@@ -59,6 +60,19 @@ def _status(query: Query, status: Status) -> Answer:
     return as_json(status(details=True))
 
 
+def _metrics(query: Query, status: Status) -> Answer:
+    try:
+        content_type, body = metrics(status())
+    except ModuleNotFoundError as missing:
+        text = f"{missing.name} is missing; run: pip install 'thunder-patches[metrics]'\n"
+        return Answer(501, TEXT, text.encode())
+    return Answer(200, content_type, body, (("Cache-Control", "no-store"),))
+
+
+def _dashboard(query: Query, status: Status) -> Answer:
+    return Answer(200, JSON, dashboard().encode())
+
+
 def _page(query: Query, status: Status) -> Answer:
     body, headers = page()
     return Answer(200, "text/html; charset=utf-8", body, headers)
@@ -72,8 +86,10 @@ _ROUTES: dict[str, Callable[[Query, Status], Answer]] = {
     "/thunder": _to_page,
     "/thunder/": _page,
     "/thunder/status": _status,
+    "/thunder/metrics": _metrics,
+    "/thunder/grafana.json": _dashboard,
 }
 
-OPEN = frozenset({"/thunder", "/thunder/"})
+OPEN = frozenset({"/thunder", "/thunder/", "/thunder/grafana.json"})
 """Paths that hold nothing of the server's: a host that asks for a key may answer these without one,
 so that a browser can show the page, which then asks for the key."""
