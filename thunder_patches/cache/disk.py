@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,14 @@ class DiskStore:
     """
 
     def __init__(
-        self, root: Path, budget: int, codec: Codec, counters: Counts, *, fsync: bool = False
+        self,
+        root: Path,
+        budget: int,
+        codec: Codec,
+        counters: Counts,
+        *,
+        fsync: bool = False,
+        kept: Callable[[], AbstractSet[bytes]] | None = None,
     ) -> None:
         self.budget = budget
         # What is wrong now, by what it keeps from working, and what went wrong last.
@@ -114,6 +122,7 @@ class DiskStore:
         self._codec = codec
         self._counters = counters
         self._fsync = fsync
+        self._kept = kept
         self._folder = Folder(root)
         self._index = Index()
         # Names not to look at again: what is there is bad, and can't be moved or deleted.
@@ -578,6 +587,7 @@ class DiskStore:
         if used > goal:
             used -= self._folder.remove_bad()
         while used > goal:
+            self._pin_kept()
             entry = self._index.victim(self._coming.awaits)
             if entry is not None:
                 used -= self._evict_one(entry)
@@ -586,6 +596,14 @@ class DiskStore:
             else:
                 used = recounted
         return used
+
+    def _pin_kept(self) -> None:
+        """Pin what this process or another one is to keep, as it is known at this moment."""
+        if self._kept is not None:
+            try:
+                self._index.pin_only(self._kept(), "kept")
+            except Exception as error:  # those of a moment ago stay pinned
+                self._note("kept", error)
 
     def _rescan_if(self, wanted: bool, used: int) -> int:
         due = time.monotonic() - self._scanned_at > _RESCAN_SECONDS
@@ -657,6 +675,22 @@ class DiskStore:
 
     def unpin(self, keys: Iterable[bytes], owner: str) -> None:
         self._index.unpin(keys, owner)
+
+    def all_there(self, pieces: Iterable[tuple[Kind, bytes, bytes]]) -> bool:
+        """Whether the files of these (kind, key, parent) are there, while nothing is evicted."""
+        with self._folder.exclusive():
+            refs = [self.locate(*piece) for piece in pieces]
+            return all(ref is not None and self._folder.find(ref) is not None for ref in refs)
+
+    def reserve(self, size: int) -> None:
+        """Make room for a file in the folder that isn't a record; raises NoRoom or OSError."""
+        with self._folder.exclusive():
+            self._reserve(size, False)
+
+    def give_back(self, size: int) -> None:
+        """A file that room was reserved for has gone."""
+        with self._folder.exclusive():
+            self._save(self._usage().bytes - size)
 
     def listed(self) -> list[Listed]:
         """All records by name, size and last use, as far as they are known; no file is read."""

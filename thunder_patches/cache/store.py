@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
+from filelock import Timeout
+
 from thunder_patches.cache.aging import Ager
-from thunder_patches.cache.disk import Counts, DiskStore, ReadJob
+from thunder_patches.cache.disk import Counts, DiskStore, NoRoom, ReadJob
 from thunder_patches.cache.file import Codec, RawCodec, check_targets, copy_into
 from thunder_patches.cache.ram import RamTier
 from thunder_patches.cache.record import Header, Kind, Listed, Record, Ref
@@ -44,6 +47,7 @@ class CacheStore:
     the disk before it gets its name (a file torn by a power cut is found out by its checksum).
     quiet: seconds since the last request ended, 0 while one runs; given it, old records are
     re-encoded in idle time (see `aging`), counted as `blocks_reencoded` and `bytes_saved`.
+    kept: keys never to be evicted, asked before each time; the same set while nothing changed.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class CacheStore:
         queue_bytes: int = 1 << 30,
         fsync: bool = False,
         quiet: Callable[[], float] | None = None,
+        kept: Callable[[], AbstractSet[bytes]] | None = None,
     ) -> None:
         self._counters = counters if counters is not None else _NoCounts()
         self._ram = RamTier(ram_budget)
@@ -67,7 +72,7 @@ class CacheStore:
         self._ager: Ager | None = None
         if folder is not None:
             self._disk = DiskStore(
-                folder, disk_budget, codec or RawCodec(), self._counters, fsync=fsync
+                folder, disk_budget, codec or RawCodec(), self._counters, fsync=fsync, kept=kept
             )
             self._queue = WriteQueue(
                 self._disk.write,
@@ -246,6 +251,26 @@ class CacheStore:
     def unpin(self, keys: Sequence[bytes], owner: str) -> None:
         if self._disk is not None:
             self._disk.unpin(keys, owner)
+
+    def all_there(self, pieces: Sequence[tuple[Kind, bytes, bytes]]) -> bool:
+        """Whether the files of these (kind, key, parent) are there, at a moment without evictions."""
+        with suppress(OSError, Timeout):
+            return self._disk is not None and self._disk.all_there(pieces)
+        return False
+
+    def reserve(self, size: int) -> bool:
+        """Make room within the budget for a file in the folder that isn't a record; False: none."""
+        with suppress(OSError, Timeout, NoRoom):
+            if self._disk is not None:
+                self._disk.reserve(size)
+                return True
+        return False
+
+    def give_back(self, size: int) -> None:
+        """A file that room was reserved for has gone."""
+        with suppress(OSError, Timeout):
+            if self._disk is not None:
+                self._disk.give_back(size)
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until everything put in is on the disk; False after `timeout` seconds."""

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -30,7 +30,28 @@ from .refusal import Refused
 LOCK_SECONDS = 10.0
 STALE_SECONDS = 3600.0
 """A file that was not finished for so long has no writer any more."""
+PAYLOAD = ".safetensors"
 _MAX_DESCRIPTOR = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What one descriptor has others keep: as little of it as that takes, since there may be many."""
+
+    file: Path
+    stamp: tuple[int, int, int]
+    expires: float | None
+    pins: tuple[tuple[bytes, int], ...]
+    payload: int
+
+    @classmethod
+    def of(cls, file: Path, stamp: tuple[int, int, int], context: Context) -> _Need:
+        pins = tuple((bytes.fromhex(pin.key), pin.size) for pin in context.pins)
+        payload = context.payload.size if context.payload is not None else 0
+        return cls(file, stamp, context.expires, pins, payload)
+
+    def expired(self, now: float) -> bool:
+        return self.expires is not None and now >= self.expires
 
 
 class Shelf:
@@ -42,7 +63,8 @@ class Shelf:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._mutex = threading.Lock()
-        self._pins: tuple[object, tuple[Context, ...]] | None = None
+        self._known: dict[Path, _Need] = {}
+        self._kept: frozenset[bytes] = frozenset()
 
     # Using
 
@@ -53,12 +75,12 @@ class Shelf:
             Refused: 404 unknown, 403 of another owner, 409 damaged, 410 expired.
         """
         known = checked_id(id)
-        context = self._load(self._handoff(known), f"handoff {known[:8]}…")
+        context = self._load(self._handoff(known), f"handoff {known[:8]}...")
         if context.id != known or context.named:
-            raise Refused(409, "tampered", f"handoff {known[:8]}…: its descriptor is another's")
+            raise Refused(409, "tampered", f"handoff {known[:8]}...: its descriptor is another's")
         if context.owner != owner:
-            raise Refused(403, "owner", f"handoff {known[:8]}…: expected the API key that made it")
-        return self._lasting(context, f"handoff {known[:8]}…")
+            raise Refused(403, "owner", f"handoff {known[:8]}...: expected the API key that made it")
+        return self._lasting(context, f"handoff {known[:8]}...")
 
     def named(self, name: object, owner: str) -> Context:
         """A named cache.
@@ -74,7 +96,7 @@ class Shelf:
 
     def payload(self, context: Context) -> Path:
         """The file with the state of a context that isn't exact."""
-        return self._file(context).with_suffix(".safetensors")
+        return self._file(context).with_suffix(PAYLOAD)
 
     def names(self, owner: str | None = None) -> list[Context]:
         """The named caches of one owner, or of all, by name; damaged ones are left out."""
@@ -96,17 +118,19 @@ class Shelf:
     def pins(self) -> dict[bytes, int]:
         """Keys of the records that must stay in the store, and the bytes of each."""
         now = time.time()
-        return {
-            bytes.fromhex(pin.key): pin.size
-            for context in self._all()
-            if not context.expired(now)
-            for pin in context.pins
-        }
+        return {key: n for need in self._needs() if not need.expired(now) for key, n in need.pins}
+
+    def kept(self) -> frozenset[bytes]:
+        """The keys of `pins`; the same set as before while they are the same."""
+        kept = frozenset(self.pins())
+        with self._mutex:
+            if kept != self._kept:
+                self._kept = kept
+            return self._kept
 
     def held(self) -> int:
         """Bytes that contexts keep from going: records, each counted once, and payloads."""
-        payloads = sum(c.payload.size for c in self._all() if c.payload is not None)
-        return sum(self.pins().values()) + payloads
+        return sum(self.pins().values()) + sum(need.payload for need in self._needs())
 
     # Changing
 
@@ -155,16 +179,14 @@ class Shelf:
         if not self.folder.is_dir():
             return 0
         with self._exclusive():
-            expired = [context for context in self._all() if context.expired(now)]
-            for context in expired:
-                self._remove(context)
+            expired = [need.file for need in self._needs() if need.expired(now)]
+            for file in expired:
+                _unlink(file)
+                _unlink(file.with_suffix(PAYLOAD))
             folder = self.folder / "handoff"
             names = set(_list(folder))
             for name in names:
-                if (
-                    name.endswith(".safetensors")
-                    and Path(name).with_suffix(".json").name not in names
-                ):
+                if name.endswith(PAYLOAD) and Path(name).with_suffix(".json").name not in names:
                     _unlink(folder / name)
             for name in _list(self.folder / "tmp"):
                 if _is_stale(self.folder / "tmp" / name, now):
@@ -206,15 +228,26 @@ class Shelf:
             raise Refused(410, "expired", f"{what} expired {now - context.expires:.0f} s ago")
         return context
 
-    def _all(self) -> tuple[Context, ...]:
-        """All contexts, read again only where a folder of descriptors has changed."""
-        folders = [self.folder / "handoff", self.folder / "named"]
-        folders += [folders[1] / name for name in _list(folders[1])]
-        state = tuple((str(folder), _changed(folder)) for folder in folders)
+    def _needs(self) -> list[_Need]:
+        """What each context needs; only new and changed descriptors are read."""
+        folders = [self.folder / "handoff"]
+        folders += [self.folder / "named" / owner for owner in _list(self.folder / "named")]
+        found: dict[Path, _Need] = {}
         with self._mutex:
-            if self._pins is None or self._pins[0] != state:
-                self._pins = (state, (*self.handoffs(), *self.names()))
-            return self._pins[1]
+            for file in (f / name for f in folders for name in _list(f) if name.endswith(".json")):
+                try:
+                    status = os.lstat(file)
+                except OSError:
+                    continue
+                stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
+                need = self._known.get(file)
+                if need is None or need.stamp != stamp:
+                    context = self._try(file)
+                    need = _Need.of(file, stamp, context) if context is not None else None
+                if need is not None:
+                    found[file] = need
+            self._known = found
+        return list(found.values())
 
     def _write(self, file: Path, context: Context) -> None:
         temporary = self.temporary()
@@ -261,14 +294,6 @@ def _list(folder: Path) -> list[str]:
         return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _changed(folder: Path) -> object:
-    """Something that differs once descriptors came or went; times alone are too coarse for that."""
-    try:
-        return os.stat(folder).st_mtime_ns, _list(folder)
-    except OSError:
-        return None
 
 
 def _is_stale(file: Path, now: float) -> bool:

@@ -11,7 +11,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,9 @@ _RECENT_TOKENS = 8_000_000
 
 def shelf() -> Shelf:
     """Where this process, and all others on its cache folder, keep contexts."""
-    return Shelf(Path(runtime().settings.cache_dir) / "v1" / "contexts")
+    found = runtime().contexts
+    assert found is not None
+    return found
 
 
 # What a request says
@@ -360,14 +361,25 @@ def build(making: Making, salt: str) -> Context:
 
 
 def _keep(context: Context) -> None:
-    place = shelf()
+    """Put the context on the shelf; from then on what it needs is kept.
+
+    Raises:
+        Refused: 507.
+    """
+    place, store = shelf(), runtime().store
     place.sweep()
-    budget = runtime().store.stats()["ssd"]["budget_bytes"] * SHARE
+    budget = int(store.stats()["ssd"]["budget_bytes"] * SHARE)
     if (total := place.held() + context.size) > budget:
         raise Refused(
-            507, "budget", f"contexts may keep {budget:.0f} bytes of the cache, with this one it were {total}"
-        )  # fmt: skip
+            507,
+            "budget",
+            f"contexts may keep {budget} bytes; with this one they would keep {total}",
+        )
     place.put(context)
+    pins = [(p.kind, bytes.fromhex(p.key), bytes.fromhex(p.parent)) for p in context.pins]
+    if not store.all_there(pins):
+        place.release(context)
+        raise Refused(507, "budget", "the cache has no room for the state of this context")
 
 
 def _plan(sequence: Plain, ids: list[int]) -> Plan:

@@ -12,6 +12,7 @@ from ..cache.store import CacheStore
 from ..codec.calibration import Shelf
 from ..codec.policy import Policy
 from ..config import Settings, settings
+from ..handoff.shelf import Shelf as Contexts
 from ..observe.counters import Counters
 from ..observe.history import History
 from .activity import Activity
@@ -26,6 +27,8 @@ class Runtime:
     counters: Counters
     store: CacheStore
     codec: Policy | None = None
+    contexts: Contexts | None = None
+    """Where contexts are kept by id or name."""
     history: History = field(default_factory=History)
     activity: Activity = field(default_factory=Activity)
 
@@ -37,8 +40,8 @@ class Runtime:
 
     @property
     def lossy(self) -> str | None:
-        """Name of the lossy codec that restored state went through, if any."""
-        return self.codec.mode if self.codec is not None and self.codec.allows_lossy else None
+        """Name of the lossy codec that restored state may have gone through, if any."""
+        return self.codec.lossy if self.codec is not None else None
 
 
 @cache
@@ -54,6 +57,7 @@ def runtime() -> Runtime:
     )
     folder = Path(chosen.cache_dir) / "v1"
     activity = Activity()
+    contexts = Contexts(folder / "contexts")
     store = CacheStore(
         folder if chosen.ssd_cache else None,
         disk_budget=disk_budget(chosen, folder),
@@ -62,9 +66,10 @@ def runtime() -> Runtime:
         codec=codec,
         counters=counters,
         quiet=activity.quiet,
+        kept=contexts.kept,
     )
     atexit.register(store.close)
-    return Runtime(chosen, counters, store, codec, activity=activity)
+    return Runtime(chosen, counters, store, codec, contexts, activity=activity)
 
 
 def disk_budget(chosen: Settings, folder: Path) -> int:
