@@ -7,14 +7,17 @@ holds documents that no tuning has seen, one a file. For each: 1,536 tokens of c
 256, rounded to BF16, go through a codec; then 255 tokens are predicted (KL divergence to the
 prediction on exact KV, in nats; share of equal first choices) and 64 are continued greedily (tokens
 before the first difference; share of documents without one). Ratios are to BF16, first 4 tokens and
-calibration left out; speeds are MB of BF16 a second of CPU time, all threads added up.
+calibration left out; speeds are MB of BF16 a second of CPU time, all threads added up. `--only` runs
+add their rows to an existing FILE.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import fractions
 import inspect
 import json
+import platform
 import textwrap
 import time
 import zlib
@@ -89,7 +92,7 @@ def codecs(calibration: Calibration) -> dict[str, Any]:
     rows |= {name: CODECS[name] for name in ("planes+lz4", "planes+zstd", "int8")}
     rows["keys int8, values int4"] = Mixed("int8", "int4")
     rows["int4"] = CODECS["int4"]
-    rows["mlx quantized 8 bit"], rows["mlx quantized 4 bit"] = HostQuantised(8), HostQuantised(4)
+    rows |= {host.name: host for host in map(HostQuantised, (8, 4, 2))}
     for mode in ("steps", "groups"):
         for quality in ("high", "balanced", "small"):
             rows[f"kvtc {mode} {quality}"] = Kvtc(lambda id: open_, open_, quality, mode)
@@ -155,11 +158,17 @@ def line(name: str, row: dict[str, Any]) -> str:
 
 
 def held_out(folder: Path | None) -> dict[str, str]:
-    """Documents by name; without a folder, three that every checkout and every Python has."""
+    """Documents by name; without a folder, five that every checkout and every Python has."""
     if folder is not None:
         return {path.stem: path.read_text() for path in sorted(folder.glob("*.txt"))}
     chinese = Path(__file__).parent / "held_out" / "zh1.txt"
-    return {"en": topics["types"], "zh": chinese.read_text(), "code": inspect.getsource(textwrap)}
+    return {
+        "en1": topics["types"],
+        "en2": topics["specialnames"],
+        "zh1": chinese.read_text(),
+        "code1": inspect.getsource(textwrap),
+        "code2": inspect.getsource(fractions),
+    }
 
 
 def main() -> None:
@@ -206,7 +215,25 @@ def main() -> None:
         codec = Kvtc(lambda id: calibration, calibration, quality)
         print(f"{quality}: {refused(codec, documents):.1%} of tensors above their error limit")
     if options.out:
-        options.out.write_text(json.dumps(rows, indent=1))
+        before = json.loads(options.out.read_text())["rows"] if options.out.exists() else {}
+        told = conditions(options.model, list(texts), calibration, options.greedy)
+        options.out.write_text(json.dumps(told | {"rows": before | rows}, indent=1) + "\n")
+
+
+def conditions(
+    model: Path, documents: list[str], calibration: Calibration, greedy: int
+) -> dict[str, Any]:
+    """What the figures were taken with."""
+    return {
+        "what": f"tests/bench/codec_quality.py on {model.name}, {mx.default_device()}",
+        "python": platform.python_version(),
+        "mlx": mx.__version__,
+        "documents": documents,
+        "context": 1536,
+        "predicted": 255,
+        "greedy": greedy,
+        "calibration": dict(calibration.measured),
+    }
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def main() -> None:
 
     model, _ = load_model(options.model)
     tokens = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-    ids = tokens.encode(held_out(None)["en"]).ids
+    ids = tokens.encode(held_out(None)["en1"]).ids
     document = Document(model, lambda: make_prompt_cache(model), ids, context=1536, predict=2)
     calibration = Calibration.read(options.calibration)
     codec = Kvtc(lambda id: calibration, calibration, options.quality)
