@@ -10,10 +10,10 @@ they say in which directions an error matters. No layer's inner workings need to
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -33,7 +33,10 @@ TARGETS = {"high": 0.002, "balanced": 0.0075, "small": 0.016}
 """KL divergence, in nats a token, that each quality aims at on text held out. On the small model,
 contexts of 1,536 tokens showed about half of what the short held-out pieces here show."""
 SLACK = 2.0  # an encoded block's error may be so many times the mean error on text held out
+Step = tuple[int, int, str]
+"""Pieces of text done, of how many, and what is done next."""
 Progress = Callable[[int, int, str], None]
+Result = TypeVar("Result")
 MakeCache = Callable[[], Sequence[CacheObject]]
 
 
@@ -154,8 +157,8 @@ class Trial:
     calibration: Calibration
     documents: Sequence[Document]
 
-    def at(self, step: float) -> tuple[list[Quality], dict[str, float]]:
-        """Quality on each document, and the mean error a token by tensor."""
+    def at(self, step: float) -> Generator[None, None, tuple[list[Quality], dict[str, float]]]:
+        """Quality on each document, a step of work each, and the mean error a token by tensor."""
         errors: dict[str, list[float]] = {name: [] for name in self.calibration.bases}
         steps = {"trial": step}
         limits = {"trial": dict.fromkeys(self.calibration.bases, float("inf"))}
@@ -166,7 +169,10 @@ class Trial:
             _errors(calibration, record, step, errors)
             return through_codec(codec, record)
 
-        found = [document.measure(through) for document in self.documents]
+        found = []
+        for document in self.documents:
+            yield
+            found.append(document.measure(through))
         return found, {name: float(np.mean(values)) for name, values in errors.items()}
 
 
@@ -180,26 +186,27 @@ def through_codec(codec: Any, record: Record) -> tuple[Record, int, int]:
 
 def choose_steps(
     collector: Collector, model_id: str, documents: Sequence[Document]
-) -> tuple[dict[str, float], dict[str, dict[str, float]], dict[str, Any]]:
-    """Steps, limits and measured quality, for bases that haven't seen the documents.
+) -> Generator[None, None, tuple[dict[str, float], dict[str, dict[str, float]], dict[str, Any]]]:
+    """Step sizes, limits and measured quality, for bases that haven't seen the documents.
 
     KL grows about with the square of the step; three rounds of that rule find each target.
     """
+    yield
     trial = Trial(_draft(collector, model_id, collector.bases()), documents)
     step = _first_step(trial)
     known: list[tuple[float, float, list[Quality], dict[str, float]]] = []
 
-    def measured(step: float) -> None:
-        found, errors = trial.at(step)
+    def measured(step: float) -> Iterator[None]:
+        found, errors = yield from trial.at(step)
         known.append((step, float(np.mean([q.kl for q in found])), found, errors))
 
-    measured(step)
+    yield from measured(step)
     for target in TARGETS.values():
         for _ in range(3):
             near = min(known, key=lambda k: abs(np.log(k[1] / target)))
             if abs(np.log(near[1] / target)) < 0.1:
                 break
-            measured(near[0] * (target / near[1]) ** 0.5)
+            yield from measured(near[0] * (target / near[1]) ** 0.5)
     steps, limits, report = {}, {}, {}
     for quality, target in TARGETS.items():
         step, kl, found, errors = min(known, key=lambda k: abs(np.log(k[1] / target)))
@@ -247,14 +254,35 @@ def calibrate(
     held_out: int = 4,
     size: int = PIECE,
 ) -> Calibration:
-    """Calibrate a model on tokenised texts.
+    """Calibrate a model on tokenised texts; see `calibrating`."""
+    steps = calibrating(
+        model, make_cache, model_id, texts, state=state, held_out=held_out, size=size
+    )
+    while True:
+        try:
+            progress(*next(steps))
+        except StopIteration as end:
+            return end.value
+
+
+def calibrating(
+    model: Any,
+    make_cache: MakeCache,
+    model_id: str,
+    texts: Sequence[Sequence[int]],
+    *,
+    state: Path | None = None,
+    held_out: int = 4,
+    size: int = PIECE,
+) -> Generator[Step, None, Calibration]:
+    """Calibrate a model on tokenised texts, a step of work after each yield.
 
     Args:
         texts: more of them, of more kinds, give smaller blocks: 10,000 tokens are enough.
-        progress: told (pieces done, of how many, what is being done).
         state: file that statistics are kept in, so that a later call goes on where this one ended.
-        size: tokens of a piece. The last quarter of those held out is what is predicted.
-        held_out: pieces that steps are chosen on before they too count for the bases.
+        size: tokens of a piece, the most that a step has to do with. The last quarter of those held
+            out is what is predicted.
+        held_out: pieces that step sizes are chosen on before they too count for the bases.
 
     Raises:
         CannotCalibrate, rope.UnknownRotary: for a model that KVTC can't be used with.
@@ -272,22 +300,31 @@ def calibrate(
         except (ValueError, OSError):
             state.unlink(missing_ok=True)
     for i in range(done, len(rest)):
-        progress(i, total, "statistics")
+        yield i, total, "statistics"
         collector.add(rest[i])
         if state is not None and (i % 4 == 3 or i == len(rest) - 1):
             save_moments(state, collector.moments, i + 1)
-    progress(len(rest), total, "steps")
-    ahead = size // 4
-    documents = [
-        Document(model, make_cache, piece, context=size - ahead, predict=ahead) for piece in long
-    ]
-    steps, limits, report = choose_steps(collector, model_id, documents)
+    ahead, documents = size // 4, []
+    for piece in long:
+        yield len(rest), total, "steps"
+        documents.append(Document(model, make_cache, piece, context=size - ahead, predict=ahead))
+    choosing = choose_steps(collector, model_id, documents)
+    steps, limits, report = yield from _telling(choosing, (len(rest), total, "steps"))
     for i, piece in enumerate(long):
-        progress(len(rest) + i, total, "statistics")
+        yield len(rest) + i, total, "statistics"
         collector.add(piece)
-    result = finish(collector, model_id, steps, limits, report)
-    progress(total, total, "done")
-    return result
+    yield total - 1, total, "bases"
+    return finish(collector, model_id, steps, limits, report)
+
+
+def _telling(work: Generator[None, None, Result], step: Step) -> Generator[Step, None, Result]:
+    """The same work, with this said before each part of it."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+        yield step
 
 
 def _draft(collector: Collector, model_id: str, bases: dict[str, tuple[Basis, ...]]) -> Calibration:
