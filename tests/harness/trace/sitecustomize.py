@@ -7,11 +7,12 @@ Does nothing without the variables below. With HARNESS_TRACE=file it
   RuntimeError(text) at the n-th further call, {"skip": n, "sleep": seconds} waits there;
 - with HARNESS_ANSWERS=file appends one JSON line for each token of an answer of the batched path:
   {"answer": uid, "token": id, "logprob": its logprob};
+- with HARNESS_PREFILL_STEP=tokens makes oMLX prefill in chunks of that size, which it has no setting for;
 - with HARNESS_SLOW_WRITES=seconds waits that long before each rename of a file to a name
   under THUNDER_CACHE_DIR, on the thread that renames.
 
-It knows of the host mlx_lm.utils.load_model and mlx_lm.generate's responses, and nothing of
-thunder_patches.
+It knows of the hosts mlx_lm.utils.load_model, mlx_lm.generate's responses and oMLX's SchedulerConfig, and
+nothing of thunder_patches.
 """
 
 import functools
@@ -96,6 +97,22 @@ def _tell_answers(path):
     return change
 
 
+def _set_prefill_step(tokens):
+    """A change of omlx.scheduler."""
+
+    def change(module):
+        original = module.SchedulerConfig.__init__
+
+        @functools.wraps(original)
+        def init(self, *args, **kwargs):
+            original(self, *args, **kwargs)
+            self.prefill_step_size = tokens
+
+        module.SchedulerConfig.__init__ = init
+
+    return change
+
+
 class _Loader(importlib.abc.Loader):
     def __init__(self, inner, change):
         self.inner = inner
@@ -149,6 +166,9 @@ def _main():
     path = os.environ.get("HARNESS_ANSWERS")
     if path:
         changes["mlx_lm.generate"] = _tell_answers(path)
+    tokens = os.environ.get("HARNESS_PREFILL_STEP")
+    if tokens:
+        changes["omlx.scheduler"] = _set_prefill_step(int(tokens))
     if changes:
         sys.meta_path.insert(0, _Finder(changes))
     seconds = os.environ.get("HARNESS_SLOW_WRITES")

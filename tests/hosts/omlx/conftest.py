@@ -23,6 +23,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_hybrid: known to the cases that are shared")
 
 
+LEFT_OUT = (
+    "serial",  # there is one path
+    "sliding-no-skip",  # rests on the host's own cache, which is out of use
+    "hybrid-interleaved",
+    "sliding-interleaved",
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what does not apply, and variants that one model kind stands for."""
+    left_out = [item for item in items if any(part in item.name for part in LEFT_OUT)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture(scope="session", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     """Every model kind in turn; session scope groups the tests, so that servers are reused."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,16 @@ class OmlxServer(Server):
             # The plugin puts the host's cache out of use by itself.
             stock = ("--no-cache",) if env.get("THUNDER") == "0" else ()
             args = (*stock, *args[len(NO_HOST_CACHE) :])
+        if "--prefill-step-size" in args:
+            at = args.index("--prefill-step-size")
+            env["HARNESS_PREFILL_STEP"] = args[at + 1]
+            args = (*args[:at], *args[at + 2 :])
         models = folder / "models"
         models.mkdir(parents=True)
+        settings = options.pop("settings", None)
+        if settings:
+            (folder / "base").mkdir()
+            (folder / "base" / "settings.json").write_text(json.dumps(settings))
         if model is not None:
             (models / NAME).symlink_to(model)
         self.answers_file = folder / "answers.jsonl"
@@ -45,6 +53,9 @@ class OmlxServer(Server):
 
     def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
         return super().post(path, {"model": NAME, **body}, timeout)
+
+    def _lines(self, connection: Any, path: str, body: dict[str, Any]) -> Iterator[str]:
+        return super()._lines(connection, path, {"model": NAME, **body})
 
     def _ask(self, path: str, body: dict[str, Any], timeout: float | None) -> Answer:
         start = self.answers_file.stat().st_size if self.answers_file.exists() else 0

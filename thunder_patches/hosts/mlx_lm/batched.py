@@ -169,7 +169,7 @@ def generation_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             if row is not None and step.logits is not None:
                 row.sequence.store(
                     instance.prompt_cache,
-                    len(instance.tokens[i]),
+                    len(row.sequence),
                     row=i,
                     snapshot=True,
                     logits=step.logits[i],
