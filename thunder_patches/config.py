@@ -129,6 +129,8 @@ class Settings:
     codec: str = _setting("auto", _choice("auto", "raw", "lossless", "int8", "kvtc"))
     codec_quality: str = _setting("balanced", _choice("high", "balanced", "small"))
     """For lossy codecs only."""
+    calibrate_after: int = _setting(0, _whole(0, 1 << 24))
+    """Requests after which kvtc calibrates itself from stored prompts in idle time; 0: never."""
     moe_fusion: bool = _setting(True, _switch)
     expert_streaming: bool = _setting(False, _switch)
     handoff: bool = _setting(True, _switch)
@@ -145,6 +147,8 @@ class Settings:
     memory_limit_gb: float | None = _setting(None, _auto(_gigabytes))
     """Memory that prompts may fill; None: the device's recommended working set and what is free."""
     salt: str = _setting("", str)
+    distributed: bool = _setting(False, _switch)
+    """Every rank of a distributed server has this plugin and these settings."""
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where a field that isn't at its default came from, as the user wrote it:

@@ -104,6 +104,18 @@ class Policy:
         self._models[model] = Kvtc(self._shelf.get, found, self.quality)
         return found
 
+    def is_calibrated(self, model: str) -> bool:
+        """Whether "kvtc" can encode the blocks of a model that `use_model` was called for."""
+        codec = self._models.get(model)
+        return codec is not None and codec.calibrated
+
+    def learn(self, calibration: Calibration) -> Calibration:
+        """Keep a new calibration, and encode with it from now on; returns it with its id."""
+        assert self._shelf is not None
+        made = self._shelf.add(calibration)
+        self.use_model(made.model)
+        return made
+
     def describe(self) -> dict[str, Any]:
         """For the status: the setting, what it does now, and the calibrations with their quality."""
         known = [codec.calibration for codec in list(self._models.values())]

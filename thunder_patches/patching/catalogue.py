@@ -58,6 +58,13 @@ FEATURES: tuple[Feature, ...] = (
         switch="ushape",
         requires="context_pilot",
     ),
+    Feature(
+        "learning",
+        "kvtc calibrates itself from stored prompts in idle time",
+        switch="calibrate_after",
+        requires="ssd_cache",
+        hosts=("mlx_lm",),
+    ),
     Feature("routes", "/thunder/ on the host's port"),
     # After what they wrap around: a context's tokens come before the prompt's own.
     Feature("contexts", "requests that go on from a context", hosts=("mlx_lm",)),
@@ -211,6 +218,8 @@ PATCHES: tuple[Patch, ...] = (
         "APIHandler._set_completion_headers",
         "routes:set_completion_headers",
     ),
+    # the generation thread when it has nothing to do
+    _mlx_lm("learning", _SERVER, "ResponseGenerator._next_request", "idle:next_request"),
     # status
     _mlx_lm("routes", _SERVER, "APIHandler.do_GET", "routes:do_get"),
     # contexts: the request, its tokens, its lookup, what the client sees, and the routes
