@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -56,18 +57,19 @@ def verify(root: Path, found: Found, codec: Codec | None = None) -> str | None:
     return None
 
 
-def clear(root: Path) -> int:
+def clear(root: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
     """Delete all records and what was set aside; returns the bytes freed.
 
-    A server that runs on the folder goes on, and misses. Raises OSError, or filelock's Timeout when
-    the folder is locked for long.
+    progress: called with the records done and their number. A server that runs on the folder goes
+    on, and misses. Raises OSError, or filelock's Timeout when the folder is locked for long.
     """
     folder = Folder(root)
     with folder.exclusive():
         found, before = folder.scan()
-        for file in found:
+        for done, file in enumerate(found, 1):
             with suppress(OSError):
                 folder.remove(file.ref)
+            progress(done, len(found))
         folder.remove_bad()
         after = folder.scan()[1]
         seen = folder.read_usage() or Usage(0, 0)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 COMMANDS = ("doctor", "status", "cache", "calibrate", "bench", "demo")
 
 HELP = "Look after the thunder patches of your MLX server."
+_COMPLETE = "_THUNDER_COMPLETE"  # set by the shell that asks for completions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A usage error, of typer's own click or of the one on PyPI, knows how to put itself.
         message = getattr(error, "format_message", None)
         if message is not None:
-            return _fail(message(), getattr(error, "exit_code", 2))
+            status = getattr(error, "exit_code", 2)
+            return _fail(message(), status) if message() else status  # it showed the help
         return _fail(f"{type(error).__name__}: {error}")
 
 
@@ -47,7 +49,7 @@ def _app(words: Sequence[str]) -> typer.Typer:  # type: ignore[name-defined]  # 
     """The app with the subcommand that is asked for, or with all of them for the help."""
     import typer
 
-    app = typer.Typer(help=HELP, add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(help=HELP, pretty_exceptions_enable=False)
 
     @app.callback(invoke_without_command=True)
     def version(
@@ -59,6 +61,8 @@ def _app(words: Sequence[str]) -> typer.Typer:  # type: ignore[name-defined]  # 
             print(f"thunder {__version__}")
             raise typer.Exit
 
+    completing = [os.environ.get(name, "") for name in ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")]
+    words = [*words, *" ".join(completing).split()[1:]] if _COMPLETE in os.environ else words
     asked = next((word for word in words if word in COMMANDS), None)
     for name in COMMANDS if asked is None else (asked,):
         path = f"{__name__}.{name}"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from thunder_patches.codec.calibration import Calibration, Shelf
 from thunder_patches.config import settings
+
+from ._output import progress, tell
 
 OWN_CODE = 20_000  # bytes of this package's own source that serve as text, beside what is bundled
 
@@ -54,14 +52,14 @@ def calibrate(
     state = shelf.folder / f".{identity}.partial"
     if fresh:
         state.unlink(missing_ok=True)
-    with _bar(as_json) as progress:
+    with progress("loading", quiet=as_json) as tick:
         try:
             result = run(
                 loaded,
                 make_cache,
                 identity,
                 [encode(text) for text in documents],
-                progress=progress,
+                progress=tick,
                 state=state,
             )
         except (CannotCalibrate, UnknownRotary) as reason:
@@ -101,18 +99,6 @@ def _load(name: str) -> tuple[Any, Callable[[], Any], Callable[[str], list[int]]
     return model, lambda: cache.make_prompt_cache(model), tokenizer.encode, identity
 
 
-@contextmanager
-def _bar(quiet: bool) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on standard error."""
-    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn())
-    bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=quiet)
-    with bar:
-        task = bar.add_task("loading", total=None)
-        yield lambda done, total, what: bar.update(
-            task, completed=done, total=total, description=what
-        )
-
-
 def _show(result: Calibration, folder: Path, as_json: bool) -> None:
     path = folder / f"{result.id}.safetensors"
     found = {
@@ -123,7 +109,7 @@ def _show(result: Calibration, folder: Path, as_json: bool) -> None:
         **result.measured,
     }
     if as_json:
-        print(json.dumps(found, indent=2))
+        tell(found)
         return
     print(f"calibration {result.id}, {path.stat().st_size / 1e6:.0f} MB, in {folder}")
     for quality, row in result.measured["held_out"].items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import shutil
 import stat
@@ -15,13 +14,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from thunder_patches import HostFinder, __version__, config
 from thunder_patches.config import Settings
 from thunder_patches.patching import compat, host, report
 from thunder_patches.patching.patch import State
 from thunder_patches.patching.registry import Registry
+
+from ._output import console, tell
+from ._play.figures import folder_size
 
 Level = Literal["ok", "note", "warning", "error"]
 
@@ -63,7 +64,7 @@ def doctor(
     bad = any(finding.level == "error" for finding in findings)
     if as_json:
         told = [asdict(finding) for finding in findings]
-        print(json.dumps({"version": __version__, "ok": not bad, "findings": told}, indent=2))
+        tell({"version": __version__, "ok": not bad, "findings": told})
     else:
         _show(findings)
     raise typer.Exit(int(bad))
@@ -78,8 +79,9 @@ def examine(wanted: Settings) -> Iterator[Finding]:
     yield from _mlx()
     yield from _hosts(wanted)
     yield from _servers(wanted)
-    yield from _cache_folder(wanted.cache_dir)
-    yield from _memory()
+    yield from _cache_folder(wanted)
+    yield from _memory(wanted)
+    yield from _extras()
 
 
 def _start(wanted: Settings) -> Iterator[Finding]:
@@ -179,6 +181,15 @@ def _servers(wanted: Settings) -> Iterator[Finding]:
             state = State(feature["state"])
             if state in (State.CONFLICT, State.DISPLACED, State.FAILED):
                 yield _judged(f"{about}: {name}", state, feature["reason"])
+        model, cache = status["model"], status["cache"]
+        if model.get("eligible") is False:
+            said = f"{model.get('family')} is not cached: {model.get('reason')}"
+            yield Finding("note", f"{about}: model", said)
+        if problem := cache.get("problem") or cache.get("error"):
+            advice = (
+                "free disk space, or correct the folder's owner and mode; it then goes on alone"
+            )
+            yield Finding("warning", f"{about}: cache", str(problem), advice)
     if not processes:
         yield Finding("note", "servers", "none runs with thunder now")
 
@@ -200,7 +211,8 @@ def _words(state: State, reason: str) -> str:
     return state.replace("_", " ") + (f": {reason}" if reason else "")
 
 
-def _cache_folder(folder: Path) -> Iterator[Finding]:
+def _cache_folder(wanted: Settings) -> Iterator[Finding]:
+    folder = wanted.cache_dir
     there = next(path for path in (folder, *folder.parents) if path.exists())
     change = "choose another with THUNDER_CACHE_DIR"
     if there == folder and not folder.is_dir():
@@ -224,14 +236,30 @@ def _cache_folder(folder: Path) -> Iterator[Finding]:
         yield Finding("warning", "disk", f"only {text}", f"free some, or {change}")
     else:
         yield Finding("ok", "disk", text)
+    if wanted.cache_max_gb is not None and wanted.cache_max_gb * _GIB > free + _held(folder):
+        said = f"the cache may grow to {wanted.cache_max_gb:g} GiB, more than the disk has room for"
+        yield Finding("warning", "disk", said, "lower THUNDER_CACHE_MAX_GB, or free some")
 
 
-def _memory() -> Iterator[Finding]:
+def _held(folder: Path) -> int:
+    return folder_size(folder) if folder.is_dir() else 0
+
+
+def _memory(wanted: Settings) -> Iterator[Finding]:
     import psutil
 
     memory = psutil.virtual_memory()
     text = f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB available"
     yield Finding("ok", "memory", f"{text}, {os.cpu_count()} processors")
+    if wanted.ram_cache_mb is not None and wanted.ram_cache_mb << 20 > memory.total // 2:
+        said = f"THUNDER_RAM_CACHE_MB={wanted.ram_cache_mb} is more than half of the memory"
+        yield Finding("warning", "memory", said, "lower it: the model needs the rest")
+
+
+def _extras() -> Iterator[Finding]:
+    if _version("prometheus-client") is None:
+        said = "/thunder/metrics needs prometheus-client: pip install 'thunder-patches[metrics]'"
+        yield Finding("note", "metrics", said)
 
 
 def _version(distribution: str) -> str | None:
@@ -242,11 +270,12 @@ def _version(distribution: str) -> str | None:
 
 
 def _show(findings: list[Finding]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    out = console()
     width = max(len(finding.about) for finding in findings)
     for finding in findings:
         colour = _COLOURS[finding.level]
-        console.print(f"[{colour}]{finding.level:<8}[/] {finding.about:<{width}}", end="  ")
-        console.print(finding.text, markup=False)
+        out.print(f"[{colour}]{finding.level:<8}[/] ", end="")
+        out.print(f"{finding.about:<{width}}  {finding.text}", markup=False, soft_wrap=True)
         if finding.advice and finding.level in ("warning", "error"):
-            console.print(" " * (width + 11) + "-> " + finding.advice, markup=False)
+            said = " " * (width + 11) + "-> " + finding.advice
+            out.print(said, markup=False, soft_wrap=True)

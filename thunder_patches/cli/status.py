@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +11,9 @@ from rich.table import Table
 from thunder_patches import __version__
 from thunder_patches.config import settings
 from thunder_patches.patching import report
+
+from ._output import console, tell
+from ._play.figures import size
 
 
 def register(app: typer.Typer) -> None:
@@ -29,7 +31,7 @@ def status(
     if not chosen:
         if as_json:
             nothing = report.status() | {"problems": list(settings().problems), "processes": []}
-            print(json.dumps(nothing, indent=2))
+            tell(nothing)
         else:
             which = f"process {pid}" if pid else "server"
             typer.echo(
@@ -40,48 +42,38 @@ def status(
         raise typer.Exit(1)
     if as_json:
         pids = [one["process"]["pid"] for one in processes]
-        print(json.dumps(chosen[0] | {"processes": pids}, indent=2))
+        tell(chosen[0] | {"processes": pids})
         return
-    console = Console(highlight=False)
+    out = console()
     for one in chosen:
-        _show(console, one)
+        _show(out, one)
 
 
-def _show(console: Console, status: dict[str, Any]) -> None:
+def _show(out: Console, status: dict[str, Any]) -> None:
     host = status["host"] or {"distribution": "no host", "version": ""}
-    console.print(
+    out.print(
         f"thunder {status['version']} in {host['distribution']} {host['version']}, "
         f"process {status['process']['pid']}"
     )
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, feature in status["features"].items():
         table.add_row(name, feature["state"].replace("_", " "), feature["reason"])
-    console.print(table)
+    out.print(table)
     model = status.get("model", {})
     if model.get("identity"):
         eligible = "" if model.get("eligible") else f", not cached: {model.get('reason')}"
-        console.print(f"model: {model.get('family')} {str(model['identity'])[:16]}{eligible}")
+        out.print(f"model: {model.get('family')} {str(model['identity'])[:16]}{eligible}")
     else:
-        console.print(f"model: {model.get('reason') or model.get('error')}")
+        out.print(f"model: {model.get('reason') or model.get('error')}")
     cache = status.get("cache", {})
     for tier in ("ram", "ssd"):
         held = cache.get(tier)
         if held:
-            console.print(
-                f"{tier}: {_size(held['bytes'])} of {_size(held['budget_bytes'])}, "
+            out.print(
+                f"{tier}: {size(held['bytes'])} of {size(held['budget_bytes'])}, "
                 f"{held['blocks']} blocks"
             )
     counts = cache.get("counts", {})
-    console.print(", ".join(f"{name} {n}" for name, n in counts.items() if n) or "no requests yet")
+    out.print(", ".join(f"{name} {n}" for name, n in counts.items() if n) or "no requests yet")
     for problem in status.get("problems", ()):
-        console.print(f"problem: {problem}")
-
-
-def _size(n: int) -> str:
-    """Bytes for people: 1.5 GiB."""
-    value = float(n)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+        out.print(f"problem: {problem}")

@@ -32,6 +32,7 @@ class Node(NamedTuple):
 class _Stretch:
     parent: _Stretch | None
     root: bytes
+    key: bytes  # of its last block
     start: int = 0  # blocks before it
     blocks: int = 0
     snapshots: int = 0
@@ -45,6 +46,7 @@ class _Stretch:
 
     def take(self, node: Node) -> None:
         self.blocks += node.is_block
+        self.key = node.key if node.is_block else self.key
         self.snapshots += not node.is_block
         self.size += node.size
         self.in_ram += node.in_ram
@@ -55,6 +57,7 @@ class _Stretch:
         return {
             "parent": self.parent.number if self.parent is not None else None,
             "root": self.root.hex()[:8],
+            "key": self.key.hex()[:12],
             "start": self.start,
             "blocks": self.blocks,
             "snapshots": self.snapshots,
@@ -104,12 +107,12 @@ def _stretches(nodes: list[Node]) -> tuple[list[_Stretch], dict[bytes, _Stretch]
     found: list[_Stretch] = []
     of_key: dict[bytes, _Stretch] = {}
     # Not by recursion: branches can be as deep as there are blocks.
-    begun = [(_Stretch(None, root), root) for root in after if root not in known]
+    begun = [(_Stretch(None, root, root), root) for root in after if root not in known]
     while begun:
         stretch, key = begun.pop()
         found.append(stretch)
         for node in _grow(stretch, key, after, of_key):
-            branch = _Stretch(stretch, stretch.root, stretch.start + stretch.blocks)
+            branch = _Stretch(stretch, stretch.root, node.key, stretch.start + stretch.blocks)
             branch.take(node)
             begun.append((branch, node.key))
     for stretch in reversed(found):

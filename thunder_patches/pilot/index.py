@@ -228,6 +228,12 @@ class Index:
             part = self._parts.get(salt)
             return list(reversed(part.entries.values()))[:count] if part else []
 
+    def latest(self, count: int = 20) -> list[Entry]:
+        """The last prompts of all salts, newest first: for the owner of the machine alone."""
+        with self._lock:
+            found = [entry for part in self._parts.values() for entry in part.entries.values()]
+        return sorted(found, key=lambda entry: (entry.time, entry.number), reverse=True)[:count]
+
     def clear(self) -> None:
         with self._lock:
             self._parts.clear()
