@@ -79,7 +79,9 @@ class Shelf:
         if context.id != known or context.named:
             raise Refused(409, "tampered", f"handoff {known[:8]}...: its descriptor is another's")
         if context.owner != owner:
-            raise Refused(403, "owner", f"handoff {known[:8]}...: expected the API key that made it")
+            raise Refused(
+                403, "owner", f"handoff {known[:8]}...: expected the API key that made it"
+            )
         return self._lasting(context, f"handoff {known[:8]}...")
 
     def named(self, name: object, owner: str) -> Context:

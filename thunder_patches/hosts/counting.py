@@ -17,10 +17,14 @@ class Outcome:
     source: str | None = None
     seen: Seen | None = None
     """Its place among the last requests, once it is counted."""
+    codec: str | None = None
+    """What the state went through, where that isn't what the store does."""
 
     @property
     def lossy(self) -> str | None:
         """The lossy codec that the restored state went through, if any."""
+        if self.codec is not None:
+            return self.codec
         return runtime().lossy if self.source in ("ram", "ssd") else None
 
 

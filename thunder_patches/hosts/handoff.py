@@ -10,7 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,15 @@ from ..cache.keys import chain
 from ..cache.match import Plan, plan
 from ..handoff.context import PRECISIONS, Beginning, Context, Pinned, encode_ids
 from ..handoff.names import checked_name, new_id, owner_of
+from ..handoff.parcel import Packed
 from ..handoff.refusal import Refused
 from ..handoff.shelf import Shelf
 from ..patching.guard import is_on
+from .coded import Coder, load, save
 from .joining import Message, Template
 from .quantised import AnySequence, AnySession, QuantisedSequence, QuantisedSession
 from .runtime import runtime
+from .session import Hit, Session
 from .session import Sequence as Plain
 
 HANDOFF_SECONDS = 3600.0
@@ -33,6 +36,8 @@ SHARE = 0.5
 """Of the disk budget, what contexts may keep from being evicted."""
 FLUSH_SECONDS = 30.0
 ANSWER_SECONDS = 600.0
+ROOM = 256
+"""Tokens of room that a restored cache keeps beyond the prompt."""
 _RECENT = 256
 _RECENT_TOKENS = 8_000_000
 
@@ -258,6 +263,8 @@ class Making:
     sequence: AnySequence | None = None
     model_name: str = ""
     refusal: Refused | None = None
+    coder: Coder | None = None
+    """With what was coded while the answer was still being generated."""
 
     @property
     def stopped(self) -> Refused | None:
@@ -330,15 +337,10 @@ def build(making: Making, salt: str) -> Context:
     order, sequence = making.order, making.sequence
     if sequence is None:
         raise Refused(409, "model", "this model's state is not cached by this server")
-    store = runtime().store
+    store, session, ids = runtime().store, sequence.session, making.ids
     store.flush(FLUSH_SECONDS)
-    ids = making.ids
     found = max((_plan(part, ids) for part in _parts(sequence)), key=lambda p: p.position)
-    pins = tuple(
-        Pinned(p.kind, p.key.hex(), p.parent.hex(), store.size(p.key)) for p in found.pieces
-    )
     now = time.time()
-    session = sequence.session
     context = Context(
         id=order.name or new_id(),
         named=order.name is not None,
@@ -351,35 +353,78 @@ def build(making: Making, salt: str) -> Context:
         ids=encode_ids(ids),
         position=found.position,
         said=making.said,
-        pins=pins,
+        pins=(),
         created=now,
         expires=None if order.ttl is None else now + order.ttl,
         holders=() if order.name is not None else (order.holder,),
     )
-    _keep(context)
-    return context
+    if order.precision == "exact":
+        return _keep(context, found)
+    if isinstance(session, QuantisedSession):
+        raise Refused(
+            409, "layout", "with --kv-bits the state is quantised already: hand it over exact"
+        )
+    coder = making.coder or Coder(order.precision, session.identity)
+    return _keep_coded(context, coder.code(found.pieces))
 
 
-def _keep(context: Context) -> None:
-    """Put the context on the shelf; from then on what it needs is kept.
+def _keep(context: Context, found: Plan) -> Context:
+    """Put an exact context on the shelf; from then on what it needs is kept.
 
     Raises:
         Refused: 507.
     """
     place, store = shelf(), runtime().store
-    place.sweep()
-    budget = int(store.stats()["ssd"]["budget_bytes"] * SHARE)
-    if (total := place.held() + context.size) > budget:
+    pins = [Pinned(p.kind, p.key.hex(), p.parent.hex(), store.size(p.key)) for p in found.pieces]
+    context = replace(context, pins=tuple(pins))
+    _admit(context.size)
+    place.put(context)
+    if not store.all_there([(p.kind, p.key, p.parent) for p in found.pieces]):
+        place.release(context)
+        raise Refused(507, "budget", "the cache has no room for the state of this context")
+    return context
+
+
+def _keep_coded(context: Context, packed: Sequence[Packed]) -> Context:
+    """Put a context on the shelf with its state beside it.
+
+    Raises:
+        Refused: 507.
+    """
+    place, store, reserved = shelf(), runtime().store, 0
+    temporary = place.temporary()
+    try:
+        payload = save(context, packed, temporary)
+        context = replace(context, payload=payload)
+        _admit(payload.size)
+        if not store.reserve(payload.size):
+            raise Refused(507, "budget", "the cache has no room for the state of this context")
+        reserved = payload.size
+        place.put(context, temporary)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        store.give_back(reserved)
+        raise
+    return context
+
+
+def release(context: Context, holder: str | None) -> bool:
+    """As `Shelf.release`; the room that its state took is free again."""
+    gone = shelf().release(context, holder)
+    if gone and context.payload is not None:
+        runtime().store.give_back(context.payload.size)
+    return gone
+
+
+def _admit(size: int) -> None:
+    shelf().sweep()
+    budget = int(runtime().store.stats()["ssd"]["budget_bytes"] * SHARE)
+    if (total := shelf().held() + size) > budget:
         raise Refused(
             507,
             "budget",
             f"contexts may keep {budget} bytes; with this one they would keep {total}",
         )
-    place.put(context)
-    pins = [(p.kind, bytes.fromhex(p.key), bytes.fromhex(p.parent)) for p in context.pins]
-    if not store.all_there(pins):
-        place.release(context)
-        raise Refused(507, "budget", "the cache has no room for the state of this context")
 
 
 def _plan(sequence: Plain, ids: list[int]) -> Plan:
@@ -518,6 +563,26 @@ class Use:
         said = context.said
         rest = template.after_answer(said["messages"], self.after, said.get("tools"), handed)
         return [*handed, *rest]
+
+    def restored(self, session: AnySession, tokens: Sequence[int]) -> Hit | None:
+        """The prompt cache to go on from, for a context that isn't exact.
+
+        Raises:
+            Refused: 422 the tokens don't go on from it, 404 or 409 its state can't be used.
+        """
+        context = self.context
+        if context is None or context.payload is None:
+            return None
+        handed = [int(t) for t in context.tokens]
+        if list(tokens[: len(handed)]) != handed or len(tokens) == len(handed):
+            raise Refused(
+                422,
+                "template",
+                "the messages don't go on from the handed tokens, which a context that isn't exact needs",
+            )
+        assert isinstance(session, Session)
+        capacity = -(-(len(tokens) + ROOM) // ROOM) * ROOM
+        return load(context, session, shelf().payload(context), capacity)
 
     def told(self) -> dict[str, Any]:
         """The response's ``thunder`` object."""

@@ -80,11 +80,13 @@ class QuantisedSequence:
         self._plain.extend(tokens)
         self._quantised.extend(tokens)
 
-    def lookup(self, *, longer_than: int, full: bool) -> Hit | None:
+    def lookup(self, *, longer_than: int, full: bool, limit: int | None = None) -> Hit | None:
         """As `Sequence.lookup`, at positions where a cold server would hold the same state."""
         return self._quantised.lookup(
-            longer_than=longer_than, full=full, fit=self._after_conversion
-        ) or self._plain.lookup(longer_than=longer_than, full=full, fit=self._before_conversion)
+            longer_than=longer_than, full=full, limit=limit, fit=self._after_conversion
+        ) or self._plain.lookup(
+            longer_than=longer_than, full=full, limit=limit, fit=self._before_conversion
+        )
 
     def fit(self, position: int, caches: Seq[Any]) -> int:
         """As `Sequence.fit`."""

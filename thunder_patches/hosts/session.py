@@ -86,6 +86,8 @@ class Hit:
     logits: mx.array | None = None
     reused: int | None = None
     """Tokens of ``length`` that came from the store, where some in between were computed."""
+    codec: str | None = None
+    """The lossy codec that it went through, for a handed context."""
 
     @property
     def approximate(self) -> bool:
@@ -185,13 +187,19 @@ class Sequence:
         self.keys += chain(parent, self.tokens[done * step :], step)
 
     def lookup(
-        self, *, longer_than: int, full: bool, fit: Callable[[int], int] = lambda position: position
+        self,
+        *,
+        longer_than: int,
+        full: bool,
+        limit: int | None = None,
+        fit: Callable[[int], int] = lambda position: position,
     ) -> Hit | None:
         """Restore the longest stored prefix if it is longer than the host's own.
 
         Args:
             longer_than: tokens that the host has in memory already.
             full: whether the caller can do without the last token's forward pass.
+            limit: tokens to restore at most.
             fit: the largest position, not beyond a given one, at which a prefix may be gone on from.
         """
         store, session = self.session.runtime.store, self.session
@@ -207,7 +215,8 @@ class Sequence:
                 resume_from_end=session.exact_decode and session.cut_anywhere,
             )
             if not found.full:
-                found = self._fitted(found, fit(found.position))
+                reach = found.position if limit is None else min(found.position, limit)
+                found = self._fitted(found, fit(reach))
                 if found.position <= longer_than:
                     return None
             store.touch([piece.key for piece in found.pieces], self.stamp)
@@ -272,6 +281,8 @@ class Sequence:
         """
         if decoded and not (self.session.exact_decode and self.session.cut_anywhere):
             return
+        if self.keep is not None and position > self.keep:
+            return
         session, store = self.session, self.session.runtime.store
         step = session.block_tokens
         end = position - (logits is not None and not session.exact_decode)
@@ -279,8 +290,6 @@ class Sequence:
         missing = [
             i
             for i in range(self.checked, blocks)
-        if self.keep is not None and position > self.keep:
-            return
             if not store.match([self.keys[i]], self.keys[i - 1] if i else self.root)
         ]
         parent = self.keys[blocks - 1] if blocks else self.root

@@ -17,7 +17,7 @@ from ...observe.routes import Answer, as_json
 from ...patching.guard import shield
 from ...pilot.boundaries import unknown
 from ..arguments import named, replaced
-from ..handoff import Making, Order, Recent, Use, Wanted, allow, build, fed, recents, shelf
+from ..handoff import Making, Order, Recent, Use, Wanted, allow, build, fed, recents, release, shelf
 from ..joining import Template
 from .host_cache import keep_out
 from .load import loaded
@@ -44,6 +44,8 @@ _MOST_BODY = 256 << 20
 def handle_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """``APIHandler.handle_completion(request, stop_words)``: put the context's messages before its own."""
     instance.thunder_use = None
+    if instance.response_generator._is_distributed and not _asks(instance):
+        return wrapped(*args, **kwargs)
     recent = None
     refusal: Refused | None = None
     with shield("contexts", "start") as guarded:
@@ -147,6 +149,8 @@ def tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             ids = use.tokenised(
                 template, list(rendered), lambda t: encode(t, add_special_tokens=False)
             )
+            if loaded.session is not None and isinstance(rendered, Prompt):
+                rendered.given = use.restored(loaded.session, ids)
         else:
             assert making is not None
             if loaded.session is None:
@@ -291,7 +295,7 @@ def _answer(handler: Any, method: str, kind: str, name: str | None, query: str) 
         case "DELETE", _, str():
             context = known(name, owner)
             holder = dict(p.partition("=")[::2] for p in query.split("&")).get("holder")
-            return context.described() | {"released": shelf().release(context, holder)}
+            return context.described() | {"released": release(context, holder)}
     raise Refused(405, "method", f"{method} is not for this path")
 
 

@@ -53,6 +53,9 @@ def _longer(
     session = session_for(model)
     if session is None or not is_on("ssd_cache"):
         return cache, rest
+    if prompt.given is not None:
+        prompt.sequence = session.sequence(tokens, prompt.asked.salt)
+        return _given(prompt, prompt.given, tokens)
     sequence = session.sequence(tokens, prompt.asked.salt)
     if prompt.asked.chat.boundaries is not None:
         sequence.boundaries = prompt.asked.chat.boundaries.cuts()
@@ -75,6 +78,14 @@ def _longer(
     skipped = hit.length if hit.reused is None else hit.reused
     prompt.outcome = Outcome(skipped, skip, hit.source)
     return adopt(hit.caches), tokens[min(hit.length, len(tokens) - 1) :]
+
+
+def _given(prompt: Prompt, hit: Hit, tokens: list[int]) -> tuple[Any, list[int]]:
+    assert prompt.sequence is not None
+    prompt.sequence.keep, prompt.hit = 0, hit
+    keep_out(tokens)
+    prompt.outcome = Outcome(hit.length, "none", hit.source, codec=hit.codec)
+    return adopt(hit.caches), tokens[hit.length :]
 
 
 def _nearly(sequence: AnySequence) -> Hit | None:

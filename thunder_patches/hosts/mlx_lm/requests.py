@@ -50,6 +50,8 @@ class Prompt(list[int]):
     sequence: AnySequence | None = None
     hit: Hit | None = None
     """Set where the host was given a cache from the store for this prompt."""
+    given: Hit | None = None
+    """What a context hands over in less than full precision; used as it is, and nothing after it kept."""
     reservation: Reservation | None = None
 
 

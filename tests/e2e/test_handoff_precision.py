@@ -1,0 +1,109 @@
+"""Contexts in less than full precision: smaller, near, and never met by an exact look-up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.handing import call, conversation, hand_over, in_words
+from tests.e2e.steps import served
+from tests.harness.client import HttpError
+from tests.harness.compare import Answer, differences
+from tests.harness.fleet import Fleet
+from tests.harness.models import Model, text_of
+
+NEXT = [{"role": "user", "content": text_of(20, 77)}]
+FAR = {"int8": 0.3, "mixed": 1.5}
+"""How far logprobs of tiny random models, whose attention is peaked, may be off."""
+
+
+def worst(expected: Answer, found: Answer) -> float:
+    """Largest difference of the logprobs up to the first other token."""
+    same = [a == b for a, b in zip(expected.tokens, found.tokens, strict=True)]
+    count = same.index(False) if False in same else len(same)
+    return max(
+        (abs(a - b) for a, b in zip(expected.logprobs[:count], found.logprobs, strict=False)),
+        default=9.0,
+    )
+
+
+@pytest.mark.parametrize("precision", ["int8", "mixed"])
+@pytest.mark.one_hybrid
+def test_near_smaller_and_apart(fleet: Fleet, model: Model, precision: str, seed: int) -> None:
+    server = fleet.shared(model)
+    read = conversation(seed, system=400)
+    whole = [*read, *NEXT]
+    exact = hand_over(server, messages=read)
+    handed = hand_over(server, messages=read, precision=precision)
+    assert handed["checksum"] != exact["checksum"]
+    assert handed["size"] < exact["size"] * (0.75 if precision == "int8" else 0.8)
+    for _ in range(2):
+        with server.watch() as calls:
+            answer = server.chat(NEXT, thunder={"handoff": handed["id"]})
+        assert (
+            answer.cached_tokens == handed["tokens"] == answer.raw["thunder"]["handoff"]["tokens"]
+        )
+        assert answer.prompt_tokens is not None and answer.cached_tokens is not None
+        run = calls.prompt_tokens_run(answer.usage["completion_tokens"])
+        assert run == answer.prompt_tokens - answer.cached_tokens
+        assert answer.usage["context_pilot"]["lossy"] == precision
+        expected = fleet.expected(model, messages=whole)
+        assert differences(expected, answer), "a coded state gave the exact answer"
+        assert worst(expected, answer) < FAR[precision]
+    # The exact answer to the very same tokens, before and after, is the stock one.
+    served(fleet, server, model, messages=whole, cached=range(handed["tokens"], 999))
+
+
+def test_a_wrong_context_is_far(fleet: Fleet, full: Model, seed: int) -> None:
+    """The control: another context is further off than any precision."""
+    server = fleet.shared(full)
+    read, other = conversation(seed, system=400), conversation(seed + 5, system=400)
+    handed = hand_over(server, messages=other, precision="int8")
+    answer = server.chat(NEXT, thunder={"handoff": handed["id"]})
+    expected = fleet.expected(full, messages=[*read, *NEXT])
+    assert answer.tokens[0] != expected.tokens[0] or worst(expected, answer) > FAR["mixed"]
+
+
+def test_its_state_is_its_own(fleet: Fleet, full: Model, seed: int, tmp_path: Path) -> None:
+    """It needs nothing of the cache, serves in another process, and goes when it is released."""
+    server = fleet.server(full, cache_dir=tmp_path)
+    read = conversation(seed, system=200)
+    handed = hand_over(server, messages=read, precision="int8")
+    first = server.chat(NEXT, thunder={"handoff": handed["id"]})
+    server.stop()
+    for kind in ("blocks", "snapshots"):
+        for file in tmp_path.glob(f"v1/{kind}/**/*.safetensors"):
+            file.unlink()
+    other = fleet.server(full, cache_dir=tmp_path)
+    again = other.chat(NEXT, thunder={"handoff": handed["id"]})
+    assert (again.tokens, again.logprobs) == (first.tokens, first.logprobs)
+    (file,) = tmp_path.glob("v1/contexts/handoff/*.safetensors")
+    assert file.stat().st_mode & 0o777 == 0o600
+    whole = file.read_bytes()
+    for damaged in (whole[:-9], whole[:-1] + bytes([whole[-1] ^ 1]), b""):
+        file.write_bytes(damaged)
+        with pytest.raises(HttpError) as caught:
+            other.chat(NEXT, thunder={"handoff": handed["id"]})
+        assert caught.value.status == 409
+    assert call(other, "DELETE", f"/thunder/handoff/{handed['id']}")[1]["released"]
+    assert not list(tmp_path.glob("v1/contexts/handoff/*"))
+
+
+def test_after_an_answer_and_on(fleet: Fleet, full: Model, seed: int) -> None:
+    """Three agents in a row, the second one on a coded context; what it says is handed on."""
+    server = fleet.shared(full)
+    read, words = conversation(seed, system=100), in_words(full)
+    first = server.chat(read, **words)
+    handed = hand_over(server, request=first.raw["id"], precision="int8")
+    second = server.chat(NEXT, thunder={"handoff": handed["id"]}, **words)
+    last = hand_over(server, request=second.raw["id"])
+    assert last["tokens"] == (second.prompt_tokens or 0) + 12
+    answer = server.chat(NEXT, thunder={"handoff": last["id"]})
+    assert answer.cached_tokens == last["tokens"]
+
+
+def test_kvtc_needs_a_calibration(fleet: Fleet, full: Model, seed: int) -> None:
+    body = {"messages": conversation(seed), "precision": "kvtc"}
+    status, told = call(fleet.shared(full), "POST", "/thunder/handoff", body)
+    assert (status, told["reason"]) == (409, "calibration")
