@@ -18,20 +18,10 @@ KINDS = {
 }
 """Model kinds by how their layers keep state, each with the architecture that stands for it."""
 
-
-NOT_YET: set[str] = set()
-"""Kinds that are not expected to hit yet; a test that passes all the same is shown as XPASS."""
+KINDS_ASKED = (os.environ.get("THUNDER_TEST_KINDS") or ",".join(KINDS)).split(",")
 
 
-def _params() -> Iterator[object]:
-    """The kinds to test: all, or those that THUNDER_TEST_KINDS names, with commas between."""
-    asked = os.environ.get("THUNDER_TEST_KINDS") or ",".join(KINDS)
-    for name in asked.split(","):
-        marks = [pytest.mark.xfail(strict=False)] if name in NOT_YET else []
-        yield pytest.param(name, marks=marks)
-
-
-@pytest.fixture(scope="session", params=_params())
+@pytest.fixture(scope="session", params=KINDS_ASKED)
 def kind(request: pytest.FixtureRequest) -> str:
     """Every model kind in turn; session scope groups the tests, so that servers are reused."""
     return str(request.param)

@@ -22,13 +22,13 @@ def test_c7_a_cancelled_prefill_is_kept(fleet: Fleet, model: Model, seed: int) -
     """The client hangs up after three signs; the finished chunks are reused when it comes back."""
     args = ("--prefill-step-size", "64")
     server = fleet.server(model, args=args, env={"THUNDER_BLOCK_TOKENS": "64"})
+    server.may_fail = True  # the host tells of the broken connection
     prompt = text_of(900, seed)
     with contextlib.suppress(*LEFT):
         server.stream(prompt=prompt, hang_up=lambda signs: signs >= 3)
     server.wait_until_idle()  # the host goes on until it next writes to the client
     answer = served(fleet, server, model, args=args, prompt=prompt, cached=range(64, 901))
     assert answer.cached_tokens is not None and answer.cached_tokens >= 64
-    fleet.new_logs()  # the host tells of the broken connection
 
 
 def test_c20_signs_of_life_come_from_a_timer(fleet: Fleet, full: Model, seed: int) -> None:

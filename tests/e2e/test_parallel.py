@@ -60,14 +60,8 @@ def test_c16_parallel(
     assert server.healthy()
 
 
-NOT_ENFORCED = pytest.mark.xfail(
-    reason="the host keeps --prompt-cache-bytes on its batched path only", strict=False
-)
-
-
 @pytest.mark.parametrize(
-    "extra",
-    [pytest.param({}, id="batched"), pytest.param({"seed": 1}, id="serial", marks=NOT_ENFORCED)],
+    "extra", [pytest.param({}, id="batched"), pytest.param({"seed": 1}, id="serial")]
 )
 def test_c17_budgets(fleet: Fleet, models: ModelFactory, seed: int, extra: dict[str, Any]) -> None:
     """50 requests of a hybrid model: RAM, disk and the host's cache stay small, memory flat."""

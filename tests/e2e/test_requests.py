@@ -25,7 +25,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "frequency": {"frequency_penalty": 0.8, "frequency_context_size": 100},
     "penalties-seed": SAMPLED
     | {"presence_penalty": 1.2, "frequency_penalty": 0.8, "presence_context_size": 100},
-    "logit-bias": {"logit_bias": {"20": 6.0, "35": 5.5, "300": -50.0}},
+    "logit-bias": {"logit_bias": {"20": 1.5, "35": 1.0, "300": -50.0}},
     "top-logprobs": {"top_logprobs": 5},
     "top-logprobs-seed": SAMPLED | {"top_logprobs": 5},
     "one-token": {"max_tokens": 1},

@@ -13,6 +13,7 @@ from typing import Any
 from ...patching.guard import shield
 from ..arguments import named
 from ..runtime import runtime
+from .load import loaded
 
 _approximate: deque[list[int]] = deque(maxlen=64)
 _decoded: deque[int] = deque(maxlen=256)
@@ -62,7 +63,7 @@ def trimmed(cache: list[Any], tokens: list[int], length: int) -> tuple[Any, list
 
 
 def insert_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wraps ``LRUPromptCache.insert_cache(model, tokens, prompt_cache, ...)``."""
+    """Wraps ``LRUPromptCache.insert_cache(model, tokens, prompt_cache, ...)``: within its budget."""
     with shield("host_cache", "insert"):
         given = named(wrapped, args, kwargs)
         tokens, cache = given["tokens"], given["prompt_cache"]
@@ -70,7 +71,12 @@ def insert_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             return None
         if any(a == tokens[: len(a)] or tokens == a[: len(tokens)] for a in _approximate):
             return None
-    return wrapped(*args, **kwargs)
+    result = wrapped(*args, **kwargs)
+    with shield("host_cache", "trim"):
+        # The host itself does so before the next batched request, and never on its serial path.
+        if loaded.host_bytes is not None:
+            instance.trim_to(n_bytes=loaded.host_bytes)
+    return result
 
 
 def _offsets(caches: Iterable[Any]) -> Iterator[int]:

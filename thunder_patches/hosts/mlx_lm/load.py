@@ -9,9 +9,10 @@ from typing import Any
 
 from ...patching.guard import shield
 from ...tensors.identity import IdentityError, code_of, identify
-from ...tensors.layers import UnsupportedCache
+from ...tensors.layers import UnsupportedCache, is_cuttable
 from ..prefill import Prefill
 from ..quantised import AnySession, QuantisedSession
+from ..ranks import Ranks, group
 from ..runtime import runtime
 from ..session import Family, NotEligible, Session
 
@@ -28,6 +29,10 @@ class Loaded:
         self.model: Any = None
         self.family = ""
         self.prefill: Prefill | None = None
+        self.host_bytes: int | None = None
+        """``--prompt-cache-bytes``, the budget of the host's own prompt cache."""
+        self.ranks: Ranks | None = None
+        """Set where several processes serve the model together and have agreed to cache."""
         self.session: AnySession | None = None
         self.reason = "no model loaded"
 
@@ -42,14 +47,31 @@ def load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     with shield("ssd_cache", "load"):
         loaded.key, loaded.model = instance.model_key, instance.model
         loaded.family = _family_name(instance.model)
+        loaded.host_bytes = getattr(instance.cli_args, "prompt_cache_bytes", None)
         try:
             loaded.session = _session(instance)
-            loaded.prefill = _prefill(instance, loaded.session)
+            if not instance.is_distributed:
+                # Ranks must cut their chunks alike, whatever memory each has.
+                loaded.prefill = _prefill(instance, loaded.session)
             loaded.reason = ""
         except (IdentityError, NotEligible, UnsupportedCache) as error:
             loaded.reason = str(error)
             log.warning("thunder: no caching for this model: %s", error)
+    if instance.is_distributed and runtime().settings.distributed:
+        _agree()
     return result
+
+
+def _agree() -> None:
+    """All ranks cache or none; called on each, whatever became of the session there."""
+    ranks = group()
+    assert ranks is not None
+    eligible, _ = ranks.lowest_and_highest(int(loaded.session is not None))
+    if eligible:
+        loaded.ranks = ranks
+    elif loaded.session is not None:
+        loaded.session, loaded.reason = None, "another rank cannot cache this model"
+        log.warning("thunder: no caching for this model: %s", loaded.reason)
 
 
 def session_for(key: Any) -> AnySession | None:
@@ -64,14 +86,17 @@ def session_of(model: Any) -> AnySession | None:
 
 def _session(provider: Any) -> AnySession:
     path, adapter, draft = provider.model_key
-    if getattr(provider, "is_distributed", False):
-        raise NotEligible("distributed serving is not supported yet")
+    if provider.is_distributed and not runtime().settings.distributed:
+        raise NotEligible("serving over several ranks needs THUNDER_DISTRIBUTED=1 on every one")
     make = sys.modules["mlx_lm.models.cache"].make_prompt_cache
     model, draft_model, options = provider.model, provider.draft_model, provider.cli_args
     family = Family.named(_family_name(model))
     identity = identify(
         _folder(path), None if adapter is None else Path(adapter), code_of(model, _MODELS)
     )
+
+    if provider.is_distributed:
+        identity += _split(provider, make(model))
 
     def fresh() -> list[Any]:
         # With a draft model the host keeps both models' caches in one list.
@@ -90,6 +115,21 @@ def _session(provider: Any) -> AnySession:
     variant = f" kv_bits={bits} group_size={group} start={start}"
     quantised = Session(runtime(), identity, family, fresh, variant=variant)
     return QuantisedSession(session, quantised, start=start, step=options.prefill_step_size)
+
+
+def _split(provider: Any, fresh: list[Any]) -> str:
+    """What a split model's part adds to its identity.
+
+    Raises:
+        NotEligible: for layers with snapshots, for which prefill would be cut on one rank's word.
+    """
+    if not is_cuttable(fresh):
+        raise NotEligible("recurrent and rotating layers are not cached over several ranks")
+    if runtime().settings.salt == "api-key":
+        raise NotEligible("THUNDER_SALT=api-key is not known to all ranks")
+    ranks = group()
+    mode = "pipeline" if provider.pipeline_group is not None else "tensor"
+    return f" rank {ranks.rank} of {ranks.size}, {mode}" if ranks is not None else ""
 
 
 def _prefill(provider: Any, session: AnySession) -> Prefill:

@@ -18,20 +18,37 @@ from .host_cache import keep_out, trimmed
 from .load import loaded, session_for
 from .requests import Prompt, current
 
+Found = tuple[Any, list[int]]
+"""What the host's lookup returns: a prompt cache or None, and the tokens that it does not hold."""
 
-def fetch_nearest_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+
+def fetch_nearest_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Found:
     """Wraps ``fetch_nearest_cache(model, tokens) -> (cache, rest)``."""
-    cache, rest = wrapped(*args, **kwargs)
-    with shield("ssd_cache", "lookup"):
-        given, prompt = named(wrapped, args, kwargs), current()
-        tokens = given["tokens"]
-        if prompt is not None and len(prompt) == len(tokens):
-            cached = len(tokens) - len(rest)
-            prompt.outcome = Outcome(cached, "none", "host" if cached else None)
-            cache, rest = _longer(given["model"], tokens, prompt, cache, rest)
-            count(prompt.outcome, len(tokens))
-            _explain(prompt, tokens)
-    return cache, rest
+    own: Found = wrapped(*args, **kwargs)
+    prompt = current()
+
+    def find(limit: int | None) -> Found:
+        with shield("ssd_cache", "lookup"):
+            given = named(wrapped, args, kwargs)
+            if prompt is not None and len(prompt) == len(given["tokens"]):
+                return _longest(given["model"], given["tokens"], prompt, own, limit)
+        return own
+
+    if loaded.ranks is None:
+        found = find(None)
+    else:
+        found = loaded.ranks.agree(find, lambda found: _reach(prompt, found))
+    with shield("ssd_cache", "count"):
+        if prompt is not None and prompt.outcome is not None:
+            count(prompt.outcome, len(prompt))
+            _explain(prompt, prompt)
+    return found
+
+
+def _reach(prompt: Prompt | None, found: Found) -> int:
+    """Twice the tokens held, and one more if the first step can be skipped."""
+    full = prompt is not None and prompt.hit is not None and prompt.hit.full
+    return 2 * ((len(prompt) if prompt is not None else 0) - len(found[1])) + full
 
 
 def _explain(prompt: Prompt, tokens: list[int]) -> None:
@@ -47,12 +64,14 @@ def _explain(prompt: Prompt, tokens: list[int]) -> None:
             )
 
 
-def _longer(
-    model: Any, tokens: list[int], prompt: Prompt, cache: Any, rest: list[int]
-) -> tuple[Any, list[int]]:
+def _longest(model: Any, tokens: list[int], prompt: Prompt, own: Found, limit: int | None) -> Found:
+    """The host's own finding or a longer one from the store, at most ``limit`` tokens of it."""
+    cache, rest = own
+    held = len(tokens) - len(rest)
+    prompt.hit, prompt.outcome = None, Outcome(held, "none", "host" if held else None)
     session = session_for(model)
     if session is None or not is_on("ssd_cache"):
-        return cache, rest
+        return own
     if prompt.given is not None:
         prompt.sequence = session.sequence(tokens, prompt.asked.salt)
         return _given(prompt, prompt.given, tokens)
@@ -60,12 +79,14 @@ def _longer(
     if prompt.asked.chat.boundaries is not None:
         sequence.boundaries = prompt.asked.chat.boundaries.cuts()
     prompt.sequence = sequence
-    held = len(tokens) - len(rest)
     if cache and (usable := sequence.fit(held, cache)) < held:
         cache, rest = trimmed(cache, tokens, usable)
         held = len(tokens) - len(rest)
         prompt.outcome = Outcome(held, "none", "host" if held else None)
-    hit = sequence.lookup(longer_than=held, full=is_on("skip_logic"))
+    if limit is None:
+        hit = sequence.lookup(longer_than=held, full=is_on("skip_logic"))
+    else:
+        hit = sequence.lookup(longer_than=held, full=False, limit=limit)
     if not (hit and hit.full):
         nearly = _nearly(sequence)
         if nearly is not None and nearly.length > max(held, hit.length if hit else 0):
@@ -80,7 +101,7 @@ def _longer(
     return adopt(hit.caches), tokens[min(hit.length, len(tokens) - 1) :]
 
 
-def _given(prompt: Prompt, hit: Hit, tokens: list[int]) -> tuple[Any, list[int]]:
+def _given(prompt: Prompt, hit: Hit, tokens: list[int]) -> Found:
     assert prompt.sequence is not None
     prompt.sequence.keep, prompt.hit = 0, hit
     keep_out(tokens)
@@ -89,7 +110,7 @@ def _given(prompt: Prompt, hit: Hit, tokens: list[int]) -> tuple[Any, list[int]]
 
 
 def _nearly(sequence: AnySequence) -> Hit | None:
-    if not is_on("approx_skip") or loaded.family not in FAMILIES:
+    if not is_on("approx_skip") or loaded.family not in FAMILIES or loaded.ranks is not None:
         return None
     if not isinstance(sequence, Sequence):
         return None

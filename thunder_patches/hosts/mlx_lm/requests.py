@@ -40,6 +40,10 @@ class Asked:
     """The body's ``thunder`` object."""
     chat: Chat = field(default_factory=Chat)
 
+    def __reduce__(self) -> tuple[type[Asked], tuple[str, dict[str, Any]]]:
+        """Only the first rank of a distributed server answers the client and tells of the chat."""
+        return Asked, (self.salt, self.options)
+
 
 class Prompt(list[int]):
     """A prompt's tokens, as the host made them, with what we know of the request."""
@@ -96,7 +100,10 @@ def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if handler is not None:
             asked = Asked(_salt(handler.headers), _options(handler))
         request = given["request"]
-        request.thunder = asked
+        if instance._is_distributed:
+            _leave_here(request)
+        if not instance._is_distributed or loaded.ranks is not None:
+            request.thunder = asked
         if request.request_type == "chat":
             asked.chat, request.messages, request.tools = prepare(
                 request.messages, request.tools, asked.options
@@ -129,6 +136,12 @@ def _seen(response: Iterator[Any], prompt: Prompt, handler: Any) -> Iterator[Any
     if first is not None:
         yield first
         yield from response
+
+
+def _leave_here(request: Any) -> None:
+    """Drop what must not travel to the other ranks with the request."""
+    for name in [name for name in vars(request) if name.startswith("thunder_")]:
+        delattr(request, name)
 
 
 def _options(handler: Any) -> dict[str, Any]:
