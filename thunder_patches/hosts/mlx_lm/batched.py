@@ -6,6 +6,7 @@ answer is finished or it is removed. Only the generation thread comes here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ class Row:
     logits: mx.array | None
     fed: int = 0
     """Tokens that the host counts for this row once the first step is done."""
+    begun: Callable[[], None] | None = None
+    """Called once, when the first token of the answer is there."""
 
 
 _rows: dict[int, Row] = {}
@@ -182,6 +185,11 @@ def generation_next(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     with shield("ssd_cache", "activity"):
         runtime().activity.note()
     for response in responses:
+        row = _rows.get(response.uid)
+        if row is not None and row.begun is not None:
+            begun, row.begun = row.begun, None
+            with shield("routes", "first token"):
+                begun()
         if response.finish_reason is not None and response.uid in _rows:
             with shield("ssd_cache", "answer"):
                 row = _rows.pop(response.uid)

@@ -7,6 +7,7 @@ thread, which has none, finds it by the request id that the engine was given.
 from __future__ import annotations
 
 import json
+import time
 import weakref
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
@@ -34,6 +35,7 @@ class Http(Asked):
 
     headers: Headers = field(default_factory=lambda: Headers({}))
     path: str = ""
+    started: float = field(default_factory=time.perf_counter)
     outcomes: list[Outcome] = field(default_factory=list)
     """One for each prompt of the request; completions may have several."""
     prompt: Prepared | None = None

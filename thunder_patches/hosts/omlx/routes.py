@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from ...observe.routes import JSON, Answer, answer
+from ...observe.routes import JSON, OPEN, Answer, answer
 from ...patching import report
 from ...patching.guard import shield
 from ..arguments import named
@@ -26,7 +26,7 @@ def asgi(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 async def _serve(given: dict[str, Any], host: Any, args: Any, kwargs: Any) -> None:
     scope, send = given["scope"], given["send"]
-    found = await _refused(scope, given["receive"])
+    found = None if scope["path"] in OPEN else await _refused(scope, given["receive"])
     if found is None:
         with shield("routes"):
             query = scope.get("query_string", b"").decode("latin-1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from ...patching.guard import is_on, shield
@@ -14,6 +15,7 @@ from ..counting import Outcome, count
 from ..mlx_lm.adopt import adopt
 from ..mlx_lm.batched import Row, expect
 from ..pilot import looked_up
+from ..seeing import note, place_of
 from ..session import Hit, Sequence, Session
 from ..steps import Prefilling
 from .engines import Engine, add, engine_of
@@ -113,6 +115,9 @@ def _look_up(scheduler: Any, given: dict[str, Any]) -> _Found | None:
     count(outcome, len(tokens))
     result = _Found(engine, scheduler.model, sequence, tokens, hit)
     _tell(http, engine.session, tokens, outcome, result.prefilling)
+    with shield("routes", "first token"):
+        place = place_of(sequence, len(tokens), http.chat)
+        result.row.begun = partial(note, outcome, http.started, http.chat, place)
     return result
 
 
