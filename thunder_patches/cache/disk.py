@@ -34,6 +34,7 @@ from thunder_patches.cache.file import (
 )
 from thunder_patches.cache.folder import Folder, Found, Outside, Usage
 from thunder_patches.cache.index import Entry, Index
+from thunder_patches.cache.losses import Losses
 from thunder_patches.cache.record import Header, Kind, Listed, Record, Ref
 
 # The process is short of something for the moment; the file is as good as before.
@@ -118,6 +119,7 @@ class DiskStore:
         # What is wrong now, by what it keeps from working, and what went wrong last.
         self.problems: dict[str, str] = {}
         self.last_fault: str | None = None
+        self.losses = Losses()
         self._full_at = 0
         self._codec = codec
         self._counters = counters
@@ -313,6 +315,7 @@ class DiskStore:
             if not moved:
                 self._refused.add(ref.key)
         self._stale = True
+        self.losses.note(ref.key, "damaged")
         if moved:
             self._counters.add("set_aside")
         self.last_fault = f"set aside {ref.kind} {ref.key.hex()}: {_text(reason)}"
@@ -342,6 +345,7 @@ class DiskStore:
             self.problems.pop("write", None)
             self._counters.add("blocks_written")
         else:
+            self.losses.note(ref.key, "dropped")
             self._counters.add("writes_dropped")
         return written
 
@@ -627,6 +631,7 @@ class DiskStore:
         if not self._remove(found):
             return 0
         self._forget(ref.key)
+        self.losses.note(ref.key, "evicted")
         self._counters.add("blocks_evicted")
         return found.size
 

@@ -20,6 +20,7 @@ from filelock import Timeout
 from thunder_patches.cache.aging import Ager
 from thunder_patches.cache.disk import Counts, DiskStore, NoRoom, ReadJob
 from thunder_patches.cache.file import Codec, RawCodec, check_targets, copy_into
+from thunder_patches.cache.losses import Lost
 from thunder_patches.cache.ram import RamTier
 from thunder_patches.cache.record import Header, Kind, Listed, Record, Ref
 from thunder_patches.cache.writer import WriteQueue
@@ -252,6 +253,10 @@ class CacheStore:
         if self._disk is not None:
             self._disk.unpin(keys, owner)
 
+    def lost(self, key: bytes) -> Lost | None:
+        """How and when this process's store lost the record, if it had it lately."""
+        return self._disk.losses.get(key) if self._disk is not None else None
+
     def all_there(self, pieces: Sequence[tuple[Kind, bytes, bytes]]) -> bool:
         """Whether the files of these (kind, key, parent) are there, at a moment without evictions."""
         with suppress(OSError, Timeout):
@@ -327,6 +332,8 @@ class CacheStore:
         if dropped:
             self._counters.add("writes_dropped")
         if self._disk is not None:
+            if dropped:
+                self._disk.losses.note(record.header.key, "dropped")
             self._disk.reconsider(record.header.parent)
 
     def _in_memory(self, parent: bytes, kind: Kind) -> dict[bytes, Ref]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from ..pilot.report import report
 from ..pilot.stabilize import Rules, load_rules, stabilize
 from ..pilot.ushape import Reinforcer
 from .counting import Outcome
+from .quantised import AnySequence
 from .runtime import runtime
 
 _SAVE_AFTER = 5.0
@@ -86,14 +88,27 @@ def looked_up(
     model: str,
     salt: str,
     grain: int,
+    sequence: AnySequence | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> None:
-    """Explain a look-up's result, then remember the prompt for later ones."""
+    """Explain a look-up's result, then remember the prompt for later ones.
+
+    Args:
+        grain: tokens between two places where this model's state can be resumed.
+        sequence: the prompt's, which knows what the store has lost of it.
+    """
     seen = request_print(
         chat.messages, model=model, salt=salt, tools=chat.tools, variables=variables
     )
     found = chat.boundaries or unknown("no chat", len(chat.messages), len(tokens))
-    match = Match(outcome.cached_tokens, grain)
+    lost = sequence.lost_at(outcome.cached_tokens) if sequence is not None else None
+    match = Match(
+        outcome.cached_tokens,
+        grain,
+        evicted_seconds=time.time() - lost.at if lost and lost.how == "evicted" else None,
+        damaged=lost is not None and lost.how == "damaged",
+        dropped=lost is not None and lost.how == "dropped",
+    )
     chat.miss = explain(chat.messages, tokens, seen, index(), match, found)
     miss = chat.miss.to_json(text=True) if chat.miss is not None else None
     # Describing new messages takes time, and the generation thread has none.

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.losses import Lost
 from ..tensors.layers import holds
 from .session import Hit, Sequence, Session
 
@@ -33,6 +34,7 @@ class QuantisedSession:
         self.exact_decode = plain.exact_decode
         self.cut_anywhere = plain.cut_anywhere
         self.block_tokens = plain.block_tokens
+        self.grain = plain.grain
         self.start = start
         self.step = step
         self.converts_at = -(-max(start, 1) // step) * step
@@ -102,6 +104,9 @@ class QuantisedSequence:
             return position
         step = self.session.step
         return min(position - position % step, self.session.converts_at - step)
+
+    def lost_at(self, position: int) -> Lost | None:
+        return self._plain.lost_at(position)
 
     def due(self, start: int, end: int) -> list[int]:
         return self._plain.due(start, end)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import mlx.core as mx
+import numpy as np
 
 T = TypeVar("T")
 
@@ -25,7 +26,7 @@ class Ranks:
     def lowest_and_highest(self, value: int) -> tuple[int, int]:
         """Of what the ranks bring, on the host's own group and stream."""
         found = mx.distributed.all_max(mx.array([-value, value], dtype=mx.int32))
-        low, high = found.tolist()
+        low, high = np.asarray(found).tolist()
         return -low, high
 
     def agree(self, find: Callable[[int | None], T], reach: Callable[[T], int]) -> T:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from packaging.version import Version
 
 from ..cache.keys import chain, root_key, snapshot_key, token_bytes
+from ..cache.losses import Lost
 from ..cache.match import Plan, plan
 from ..cache.record import Header, Record, TensorSpec
 from ..cache.snapshots import points
@@ -133,6 +134,10 @@ class Session:
         self.cuttable = is_cuttable(fresh)
         self.exact_decode = family.decode_is_prefill and not has_ring(fresh)
         self.cut_anywhere = family.cut_anywhere
+        self.grain = runtime.settings.block_tokens * (
+            1 if self.cuttable else runtime.settings.snapshot_stride
+        )
+        """Tokens between two places where state can be resumed, message boundaries left aside."""
         self.block_tokens = runtime.settings.block_tokens
         if not family.cut_anywhere and self.block_tokens % SCAN:
             raise NotEligible(
@@ -185,6 +190,11 @@ class Sequence:
         done = len(self.keys)
         parent = self.keys[-1] if self.keys else self.root
         self.keys += chain(parent, self.tokens[done * step :], step)
+
+    def lost_at(self, position: int) -> Lost | None:
+        """What became of the block that holds the token at ``position``, if the store lost it."""
+        block = position // self.session.block_tokens
+        return self.session.runtime.store.lost(self.keys[block]) if block < len(self.keys) else None
 
     def lookup(
         self,

@@ -60,7 +60,8 @@ def _explain(prompt: Prompt, tokens: list[int]) -> None:
                 prompt.outcome,
                 model=loaded.session.identity,
                 salt=prompt.asked.salt,
-                grain=loaded.session.block_tokens,
+                sequence=prompt.sequence,
+                grain=loaded.session.grain,
             )
 
 

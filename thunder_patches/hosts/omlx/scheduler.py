@@ -16,7 +16,7 @@ from ..mlx_lm.adopt import adopt
 from ..mlx_lm.batched import Row, expect
 from ..pilot import looked_up
 from ..seeing import note, place_of
-from ..session import Hit, Sequence, Session
+from ..session import Hit, Sequence
 from ..steps import Prefilling
 from .engines import Engine, add, engine_of
 from .messages import boundaries
@@ -114,7 +114,7 @@ def _look_up(scheduler: Any, given: dict[str, Any]) -> _Found | None:
     request.cached_tokens = outcome.cached_tokens
     count(outcome, len(tokens))
     result = _Found(engine, scheduler.model, sequence, tokens, hit)
-    _tell(http, engine.session, tokens, outcome, result.prefilling)
+    _tell(http, sequence, tokens, outcome, result.prefilling)
     with shield("routes", "first token"):
         place = place_of(sequence, len(tokens), http.chat)
         result.row.begun = partial(note, outcome, http.started, http.chat, place)
@@ -128,7 +128,7 @@ def _whole_pieces(sequence: Sequence) -> Callable[[int], int]:
 
 
 def _tell(
-    http: Http, session: Session, tokens: list[int], outcome: Outcome, prefilling: Prefilling
+    http: Http, sequence: Sequence, tokens: list[int], outcome: Outcome, prefilling: Prefilling
 ) -> None:
     """What the client is to see of it, while the prompt is prefilled and after."""
     http.outcomes.append(outcome)
@@ -140,9 +140,10 @@ def _tell(
                 http.chat,
                 tokens,
                 outcome,
-                model=session.identity,
+                model=sequence.session.identity,
                 salt=http.salt,
-                grain=session.block_tokens,
+                sequence=sequence,
+                grain=sequence.session.grain,
             )
 
 
