@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from codec_samples import header_of, kv_like, to_bytes
@@ -81,6 +83,14 @@ def test_int8_touches_attention_only_and_says_so(quality, values: str) -> None:
     assert bytes(back.data[0]) != bytes(given.data[0])
     assert [bytes(d) for d in back.data[2:]] == [bytes(d) for d in given.data[2:]]
     assert not policy.ages(names(stored)), "never encoded twice"
+
+
+def test_the_tail_of_a_prompt_stays_exact() -> None:
+    """Its rows become part of a block later: coded twice, they would lose twice."""
+    given = record()
+    tail = Record(replace(given.header, kind="snapshot"), given.data)
+    stored = Policy("int8").encode(tail)
+    assert stored.lossy is None and "int8" not in names(stored)
 
 
 def test_nan_keeps_a_tensor_lossless() -> None:

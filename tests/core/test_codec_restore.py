@@ -119,6 +119,7 @@ def test_blocks_and_tail_are_as_numpy_decodes_them(tmp_path, monkeypatch, batch:
     exact = rows(caches, LENGTH)
     assert (found[:, :, :4] == exact[:, :, :4]).all(), "the sinks are exact"
     assert np.abs(found - wanted).max() <= 0.01 * np.abs(wanted).max()
+    assert (found[:, :, 20 * BLOCK :] == exact[:, :, 20 * BLOCK :]).all(), "so is the tail"
     error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
     assert 0.01 < error < 0.3, "coded, and still the same rows"
     coded.close()
@@ -203,4 +204,4 @@ def test_lossy_records_are_not_kept_decoded_in_memory(tmp_path) -> None:
     for _ in range(3):
         brought_back(store, pieces)
     store.close()
-    assert store.stats()["ram"]["blocks"] == 0
+    assert store.stats()["ram"]["blocks"] <= 1, "the tail, which is exact"

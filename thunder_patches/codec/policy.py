@@ -1,7 +1,8 @@
 """Which codec each tensor of a record gets: when it is new, and when it has aged.
 
 The default is never lossy. A record with a lossy tensor says so (`Stored.lossy`); the store keeps
-that flag and never serves such a record to an exact look-up. Nothing is encoded a second time.
+that flag and never serves such a record to an exact look-up. Nothing is encoded a second time: the
+rows of a snapshot stay exact, since they become part of the block that a longer prompt fills up.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Policy:
 
     Args:
         mode: `THUNDER_CODEC`. "auto": new records raw, aged ones lossless. "raw", "lossless": that.
-            "int8", "kvtc": attention keys and values lossy, everything else lossless.
+            "int8", "kvtc": keys and values of blocks lossy, everything else lossless.
         quality: of lossy modes. "int8" keeps keys in 8 bits, and values in 8 or ("small") 4.
         shelf: where "kvtc" finds calibrations; without it there is none. See `use_model`.
         codecs: the codecs by name, "kvtc" left out.
@@ -171,7 +172,7 @@ class Policy:
 
     def _lossy(self, spec: TensorSpec, header: Header) -> tuple[str, ...]:
         rows = rows_of(header.layout).get(spec.name)
-        if rows is None or not rows.attention:
+        if rows is None or not rows.attention or header.kind != "block":
             return self._lossless(spec)
         if self.mode == "kvtc":
             ready = self._kvtc()
