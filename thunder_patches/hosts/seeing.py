@@ -17,7 +17,9 @@ from .runtime import runtime
 from .session import Sequence
 
 _MAP_S = 2.0
-"""How old the map of prefixes may be: it walks over all records."""
+_MAP_SHARE = 0.02
+"""How old the map of prefixes may be, at least, and which share of the time may go into making it: it
+walks over all records."""
 _TEXT = 120
 """Characters of a message that are shown, where the user allows it."""
 
@@ -95,11 +97,12 @@ class _Map:
     """The map of cached prefixes, made anew when it is asked for and old."""
 
     def __init__(self) -> None:
-        self._made = -_MAP_S
+        self._due = 0.0
         self._map: dict[str, Any] = {}
 
     def now(self) -> dict[str, Any]:
-        if time.monotonic() - self._made >= _MAP_S:
+        begun = time.monotonic()
+        if begun >= self._due:
             nodes = [
                 Node(
                     listed.ref.key,
@@ -113,5 +116,6 @@ class _Map:
                 for listed in runtime().store.listed()
             ]
             self._map = prefix_map(nodes, runtime().history.recent())
-            self._made = time.monotonic()
+            done = time.monotonic()
+            self._due = done + max(_MAP_S, (done - begun) / _MAP_SHARE)
         return self._map

@@ -36,7 +36,7 @@ def do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def send(handler: Any, found: Answer) -> None:
     """Answer with the host's own cross-origin headers."""
-    handler.send_response(found.status)
+    handler.send_response_only(found.status)  # a page that polls is no news for the log
     handler.send_header("Content-Type", found.content_type)
     handler.send_header("Content-Length", str(len(found.body)))
     for name, value in found.headers:
