@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +33,21 @@ def call(
         )
         response = connection.getresponse()
         return response.status, json.loads(response.read() or b"null")
+    finally:
+        connection.close()
+
+
+@contextlib.contextmanager
+def begun(server: Server, body: Json) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """A stream once its first chunk is there: the response's id, and a way to read the rest."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        assert response.status == 200
+        first = next(line for line in response if line.startswith(b"data: "))
+        yield json.loads(first[6:])["id"], response.read
     finally:
         connection.close()
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.handing import call, conversation, hand_over, in_words
+from tests.e2e.folder import wait_for
+from tests.e2e.handing import begun, call, conversation, hand_over, in_words
 from tests.e2e.steps import served
 from tests.harness.client import HttpError
 from tests.harness.compare import Answer, differences
@@ -107,3 +108,35 @@ def test_kvtc_needs_a_calibration(fleet: Fleet, full: Model, seed: int) -> None:
     body = {"messages": conversation(seed), "precision": "kvtc"}
     status, told = call(fleet.shared(full), "POST", "/thunder/handoff", body)
     assert (status, told["reason"]) == (409, "calibration")
+
+
+def test_coded_while_the_answer_is_generated(fleet: Fleet, full: Model, seed: int) -> None:
+    """The prompt's blocks are coded before the answer ends; whoever uses the id early waits."""
+    server = fleet.server(full)
+    read = conversation(seed, system=400)
+    body = {"messages": read, "max_tokens": 400, "temperature": 0.0, "stream": True}
+    length = len(full.tokens(full.chat(read)))
+    with begun(server, body | {"logit_bias": {"0": -100.0}}) as (id, rest):
+        order = {"request": id, "precision": "int8", "wait": False}
+        status, promised = call(server, "POST", "/thunder/handoff", order)
+        assert (status, promised["state"]) == (202, "pending"), promised
+        path = f"/thunder/handoff/{promised['id']}"
+        told = wait_for(
+            lambda: (found := call(server, "GET", path)[1]).get("coded_blocks", 1) and found,
+            "coded blocks",
+        )
+        assert told["state"] == "pending" and told["coded_blocks"] == length // 32, told
+        used = server.chat(NEXT, thunder={"handoff": promised["id"]})
+        assert rest().endswith(b"data: [DONE]\n\n")
+    ready = call(server, "GET", path)[1]
+    assert used.cached_tokens == ready["tokens"] == length + 400
+
+
+def test_a_promise_that_cannot_be_kept(fleet: Fleet, full: Model, seed: int) -> None:
+    server = fleet.shared(full)
+    order = {"messages": conversation(seed), "wait": False, "precision": "kvtc"}
+    status, told = call(server, "POST", "/thunder/handoff", order)
+    assert status == 202
+    with pytest.raises(HttpError) as caught:
+        server.chat(NEXT, thunder={"handoff": told["id"]})
+    assert caught.value.status == 409 and "calibration" in caught.value.body

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +127,69 @@ def test_time_to_live(fleet: Fleet, full: Model, seed: int, tmp_path: Path) -> N
     assert call(server, "GET", "/thunder/caches/short")[0] == 410
     pin(server, "other", prompt=text_of(60, seed))
     assert [f.name for f in tmp_path.glob("v1/contexts/named/*/*")] == ["other.json"]
+
+
+def thunder(fleet: Fleet, cache_dir: Path, *words: str) -> str:
+    """What the command prints, on a cache folder."""
+    code = "import sys; from thunder_patches.cli import main; sys.exit(main())"
+    done = subprocess.run(
+        [str(fleet.python), "-c", code, *words],
+        cwd=cache_dir,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(cache_dir), "THUNDER_CACHE_DIR": str(cache_dir)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.one_hybrid
+def test_from_one_machine_to_another(fleet: Fleet, model: Model, seed: int, tmp_path: Path) -> None:
+    """Pinned, exported and imported by the command; then the same file by the routes."""
+    here, there, third = (tmp_path / name for name in ("here", "there", "third"))
+    server = fleet.server(model, cache_dir=here)
+    read = conversation(seed)
+    chat = tmp_path / "chat.json"
+    chat.write_text(json.dumps({"messages": read}))
+    url = f"http://127.0.0.1:{server.port}"
+    thunder(fleet, here, "cache", "pin", "base", str(chat), "--server", url)
+    assert "base" in thunder(fleet, here, "cache", "names")
+    (told,) = json.loads(thunder(fleet, here, "cache", "names", "--json"))
+    file = tmp_path / "base.safetensors"
+    thunder(fleet, here, "cache", "export", "base", str(file))
+    status, data = raw(server, "GET", "/thunder/caches/base?file")
+    assert (status, len(data)) == (200, file.stat().st_size)
+    server.stop()
+
+    there.mkdir()
+    thunder(fleet, there, "cache", "import", str(file), "--name", "brought")
+    whole = [*read, *NEXT]
+    server = fleet.server(model, cache_dir=there)
+    served(fleet, server, model, messages=whole, cached=told["tokens"])
+    status, listed = call(server, "GET", "/thunder/caches")
+    assert [c["name"] for c in listed["caches"]] == ["brought"]
+    thunder(fleet, there, "cache", "drop", "brought")
+    assert call(server, "GET", "/thunder/caches")[1] == {"caches": []}
+    server.stop()
+
+    server = fleet.server(model, cache_dir=third)
+    status, answer = raw(server, "POST", "/thunder/caches/sent", data)
+    assert (status, json.loads(answer)["tokens"]) == (200, told["tokens"])
+    served(fleet, server, model, messages=whole, cached=told["tokens"])
+    status, answer = raw(server, "POST", "/thunder/caches/bad", data[:-7])
+    assert (status, json.loads(answer)["reason"]) == (422, "file")
+
+
+def raw(server: Server, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    try:
+        headers = {"Content-Type": "application/octet-stream"}
+        connection.request(method, path, body or None, headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
 
 
 @pytest.mark.one_hybrid

@@ -20,7 +20,7 @@ from thunder_patches.cache.folder import Found
 from thunder_patches.config import settings
 from thunder_patches.observe.prefixes import Node, prefix_map
 
-from . import explain
+from . import explain, named
 from ._output import ago, console, progress, tell
 from ._play.figures import folder_size, size
 
@@ -39,6 +39,7 @@ def register(app: typer.Typer) -> None:
         group.command()(command)
     group.command("ls")(list_prefixes)
     explain.register(group)
+    named.register(group)
     app.add_typer(group, name="cache")
 
 

@@ -22,6 +22,7 @@ from ..handoff.context import Context, Payload
 from ..handoff.parcel import BadParcel, Packed, Parcel, write
 from ..handoff.precision import decoded, encode, joined
 from ..handoff.refusal import Refused
+from ..handoff.transfer import read
 from ..tensors.restore import restore
 from .runtime import runtime
 from .session import Hit, Session
@@ -38,28 +39,8 @@ def _calibrations() -> Calibrations:
     return Calibrations(Path(runtime().settings.cache_dir) / "calibrations")
 
 
-def read(pieces: Sequence[Piece]) -> list[Record]:
-    """Records of the store, decoded.
-
-    Raises:
-        Refused: 507, one has gone meanwhile.
-    """
-    store = runtime().store
-    gone = Refused(507, "budget", "the cache had no room to keep the state until it was coded")
-    jobs, headers, buffers = [], [], []
-    for piece in pieces:
-        header = store.header(piece.key, piece.parent, piece.kind)
-        if header is None:
-            raise gone
-        data = [bytearray(spec.nbytes) for spec in header.tensors]
-        targets = {s.name: [memoryview(d)] for s, d in zip(header.tensors, data, strict=True)}
-        tokens = header.tokens
-        jobs.append(ReadJob(piece.key, piece.kind, piece.parent, tokens, header.layout, targets))
-        headers.append(header)
-        buffers.append(tuple(data))
-    if None in store.read_many(jobs):
-        raise gone
-    return [Record(header, data) for header, data in zip(headers, buffers, strict=True)]
+def _records(pieces: Sequence[Piece]) -> list[Record]:
+    return read(runtime().store, [(piece.kind, piece.key, piece.parent) for piece in pieces])
 
 
 class Coder:
@@ -79,15 +60,20 @@ class Coder:
             )
         self._done: dict[bytes, Packed] = {}
 
+    @property
+    def count(self) -> int:
+        """Records coded so far."""
+        return len(self._done)
+
     def code(self, pieces: Sequence[Piece]) -> list[Packed]:
         """The records of a chain, coded; those that are known from an earlier call are not read."""
         if self.precision == "mixed":
             # What matters in a context is known once all of it is there.
             tokens = b"".join(piece.tokens for piece in pieces)
-            return [self._one(joined(read(pieces), tokens))]
+            return [self._one(joined(_records(pieces), tokens))]
         for piece in pieces:
             if piece.key not in self._done:
-                self._done[piece.key] = self._one(read([piece])[0])
+                self._done[piece.key] = self._one(_records([piece])[0])
         return [self._done[piece.key] for piece in pieces]
 
     def _one(self, record: Record) -> Packed:

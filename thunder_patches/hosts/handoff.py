@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ SHARE = 0.5
 """Of the disk budget, what contexts may keep from being evicted."""
 FLUSH_SECONDS = 30.0
 ANSWER_SECONDS = 600.0
+AHEAD_SECONDS = 0.1
 ROOM = 256
 """Tokens of room that a restored cache keeps beyond the prompt."""
 _RECENT = 256
@@ -88,6 +89,8 @@ class Wanted:
         feature = "handoff" if self.kind == "handoff" else "named_caches"
         allow(feature)
         owner = owner_of(salt)
+        if (coming := pendings.get(self.name, owner)) is not None:
+            coming.wait()
         return (
             shelf().get(self.name, owner)
             if feature == "handoff"
@@ -123,6 +126,8 @@ class Order:
     thinking: str
     ttl: float | None
     holder: str
+    wait: bool = True
+    """Whether the answer to the order is the finished descriptor, or just the id that it will have."""
     name: str | None = None
 
     @classmethod
@@ -153,6 +158,7 @@ class Order:
             thinking=body.get("thinking", "keep"),
             ttl=_ttl(body.get("ttl"), None if name is not None else HANDOFF_SECONDS),
             holder=cls.holder_of(body),
+            wait=body.get("wait") is not False or name is not None,
             name=None if name is None else checked_name(name),
         )
 
@@ -246,6 +252,85 @@ recents = Recents()
 # Making
 
 
+class Pending:
+    """A handoff that is still being made, and was promised under an id."""
+
+    def __init__(self, order: Order, owner: str) -> None:
+        self.id = new_id()
+        self.order = order
+        self.owner = owner
+        self.coder: Coder | None = None
+        self.refusal: Refused | None = None
+        self.done = threading.Event()
+
+    def make(self, recent: Recent | None, finish: Callable[[Pending], None]) -> None:
+        """Code what is there already, until `finish` can do the rest; on a thread of its own."""
+        try:
+            if recent is not None and self.order.precision in ("int8", "kvtc"):
+                self._ahead(recent)
+            finish(self)
+        except Refused as error:
+            self.refusal = error
+        finally:
+            if self.refusal is None:
+                pendings.drop(self)
+            self.done.set()
+
+    def _ahead(self, recent: Recent) -> None:
+        """Code the prompt's blocks while its answer is generated."""
+        while not recent.done.wait(AHEAD_SECONDS):
+            sequence = recent.sequence
+            if not isinstance(sequence, Plain):
+                continue
+            if self.coder is None:
+                self.coder = Coder(self.order.precision, sequence.session.identity)
+            prompt = recent.tokens()[: recent.prompt_tokens]
+            self.coder.code(_plan(sequence, prompt).blocks)
+
+    def wait(self) -> None:
+        """Raises:
+        Refused: it could not be made, or takes too long.
+        """
+        if not self.done.wait(ANSWER_SECONDS):
+            raise Refused(409, "pending", "this handoff is still being made")
+        if self.refusal is not None:
+            raise self.refusal
+
+    def described(self) -> dict[str, Any]:
+        if self.refusal is not None:
+            raise self.refusal
+        coded = self.coder.count if self.coder is not None else 0
+        return {"id": self.id, "state": "pending", "coded_blocks": coded}
+
+
+class Pendings:
+    """The handoffs of this process that are not ready yet, or could not be made."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, Pending] = OrderedDict()
+
+    def add(self, order: Order, owner: str) -> Pending:
+        pending = Pending(order, owner)
+        with self._lock:
+            self._known[pending.id] = pending
+            while len(self._known) > _RECENT:
+                self._known.popitem(last=False)
+        return pending
+
+    def get(self, id: object, owner: str) -> Pending | None:
+        with self._lock:
+            found = self._known.get(id) if isinstance(id, str) else None
+        return found if found is not None and found.owner == owner else None
+
+    def drop(self, pending: Pending) -> None:
+        with self._lock:
+            self._known.pop(pending.id, None)
+
+
+pendings = Pendings()
+
+
 @dataclass
 class Making:
     """A context in the making: a request that the server runs for it, so that its state is stored.
@@ -262,6 +347,8 @@ class Making:
     ids: list[int] = field(default_factory=list)
     sequence: AnySequence | None = None
     model_name: str = ""
+    id: str | None = None
+    """The id that was promised for it."""
     refusal: Refused | None = None
     coder: Coder | None = None
     """With what was coded while the answer was still being generated."""
@@ -342,7 +429,7 @@ def build(making: Making, salt: str) -> Context:
     found = max((_plan(part, ids) for part in _parts(sequence)), key=lambda p: p.position)
     now = time.time()
     context = Context(
-        id=order.name or new_id(),
+        id=order.name or making.id or new_id(),
         named=order.name is not None,
         owner=owner_of(salt),
         model=session.identity,

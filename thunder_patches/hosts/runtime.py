@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import shutil
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from ..cache.budget import disk_budget
 from ..cache.store import CacheStore
 from ..codec.calibration import Shelf
 from ..codec.policy import Policy
@@ -60,7 +60,7 @@ def runtime() -> Runtime:
     contexts = Contexts(folder / "contexts")
     store = CacheStore(
         folder if chosen.ssd_cache else None,
-        disk_budget=disk_budget(chosen, folder),
+        disk_budget=disk_budget(chosen.cache_max_gb, folder),
         ram_budget=ram_budget(chosen),
         prefetch=chosen.prefetch,
         codec=codec,
@@ -70,14 +70,6 @@ def runtime() -> Runtime:
     )
     atexit.register(store.close)
     return Runtime(chosen, counters, store, codec, contexts, activity=activity)
-
-
-def disk_budget(chosen: Settings, folder: Path) -> int:
-    """Bytes that the cache folder may hold: as set, else 10 % of its disk, 50 GiB at most."""
-    if chosen.cache_max_gb is not None:
-        return int(chosen.cache_max_gb * _GIB)
-    there = next((p for p in (folder, *folder.parents) if p.exists()), Path("/"))
-    return min(50 * _GIB, shutil.disk_usage(there).total // 10)
 
 
 def ram_budget(chosen: Settings) -> int:

@@ -9,16 +9,34 @@ from __future__ import annotations
 import copy
 import io
 import json
+import threading
 from typing import Any
 
+from ...handoff.context import Context
 from ...handoff.names import owner_of
 from ...handoff.refusal import Refused
+from ...handoff.transfer import export, take_in
 from ...observe.routes import Answer, as_json
 from ...patching.guard import shield
 from ...pilot.boundaries import unknown
 from ..arguments import named, replaced
-from ..handoff import Making, Order, Recent, Use, Wanted, allow, build, fed, recents, release, shelf
+from ..handoff import (
+    Making,
+    Order,
+    Pending,
+    Recent,
+    Use,
+    Wanted,
+    allow,
+    build,
+    fed,
+    pendings,
+    recents,
+    release,
+    shelf,
+)
 from ..joining import Template
+from ..runtime import runtime
 from .host_cache import keep_out
 from .load import loaded
 from .messages import follower, renderer
@@ -36,6 +54,7 @@ _MODEL_FIELDS = (
     "role_mapping",
 )
 _MOST_BODY = 256 << 20
+FILE = "application/octet-stream"
 
 
 # A request on its way: handler's thread, generation thread, lookup, answer
@@ -267,8 +286,9 @@ def _routed(method: str, wrapped: Any, handler: Any, args: Any, kwargs: Any) -> 
     answer: Answer | None = None
     with shield("contexts", "routes"):
         try:
-            found = _answer(handler, method, parts[1], parts[2] if len(parts) == 3 else None, query)
-            answer = as_json(found) if found is not None else None
+            name = parts[2] if len(parts) == 3 else None
+            found = _answer(handler, method, parts[1], name, query)
+            answer = found if isinstance(found, Answer) else as_json(found)
         except Refused as error:
             answer = as_json(error.to_json(), error.status)
     return send(
@@ -283,6 +303,10 @@ def _answer(handler: Any, method: str, kind: str, name: str | None, query: str) 
     match method, kind, name:
         case "POST", "handoff", None:
             return _make(handler, _body(handler), None)
+        case "GET", "caches", str() if query == "file":
+            return _file(shelf().named(name, owner))
+        case "POST", "caches", str() if handler.headers.get("Content-Type") == FILE:
+            return _take_in(handler, name)
         case "POST", "caches", str():
             return _make(handler, _body(handler), name)
         case "POST", "handoff", str():
@@ -290,6 +314,11 @@ def _answer(handler: Any, method: str, kind: str, name: str | None, query: str) 
             return held.described()
         case "GET", "caches", None:
             return {"caches": [context.described() for context in shelf().names(owner)]}
+        case "GET", "handoff", str() if pendings.get(name, owner) is not None:
+            coming = pendings.get(name, owner)
+            return coming.described() if coming is not None else known(name, owner).described()
+        case "DELETE", "handoff", str() if pendings.get(name, owner) is not None:
+            raise Refused(409, "pending", "this handoff is still being made")
         case "GET", _, str():
             return known(name, owner).described()
         case "DELETE", _, str():
@@ -299,12 +328,45 @@ def _answer(handler: Any, method: str, kind: str, name: str | None, query: str) 
     raise Refused(405, "method", f"{method} is not for this path")
 
 
-def _body(handler: Any) -> dict[str, Any]:
-    length = handler.headers.get("Content-Length") or ""
-    if not length.isdigit() or int(length) > _MOST_BODY:
-        raise Refused(411, "request", "expected a Content-Length")
+def _file(context: Context) -> Answer:
+    """A named cache as a file; see `handoff.parcel`."""
+    temporary = shelf().temporary()
     try:
-        body = json.loads(handler.rfile.read(int(length)))
+        export(runtime().store, context, temporary)
+        named_ = f'attachment; filename="{context.id}.safetensors"'
+        return Answer(200, FILE, temporary.read_bytes(), (("Content-Disposition", named_),))
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _take_in(handler: Any, name: str) -> Any:
+    length = _length(handler, runtime().store.stats()["ssd"]["budget_bytes"])
+    temporary = shelf().temporary()
+    try:
+        with temporary.open("xb") as out:
+            while length and (data := handler.rfile.read(min(length, 1 << 20))):
+                length -= out.write(data)
+        taken = take_in(
+            runtime().store, shelf(), temporary, salt=salt_of(handler.headers), name=name
+        )
+        return taken.described()
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _length(handler: Any, most: int) -> int:
+    length = handler.headers.get("Content-Length") or ""
+    if not length.isdigit():
+        raise Refused(411, "request", "expected a Content-Length")
+    if int(length) > most:
+        raise Refused(413, "request", f"expected at most {most} bytes, found {length}")
+    return int(length)
+
+
+def _body(handler: Any) -> dict[str, Any]:
+    length = _length(handler, _MOST_BODY)
+    try:
+        body = json.loads(handler.rfile.read(length))
     except ValueError as error:
         raise Refused(400, "request", f"expected JSON: {error}") from error
     if not isinstance(body, dict):
@@ -317,16 +379,37 @@ def _make(handler: Any, body: dict[str, Any], name: str | None) -> Any:
     if handler.response_generator._is_distributed:
         raise Refused(409, "distributed", "contexts are not supported over several ranks")
     salt = salt_of(handler.headers)
-    if order.request is not None:
-        recent = recents.get(order.request, owner_of(salt))
-        making, source = Making.after(order, recent), recent.body
-    else:
-        said = {k: body[k] for k in ("messages", "prompt", "tools") if body.get(k) is not None}
-        making, source = Making(order, said), body
-    fields = {k: source[k] for k in _MODEL_FIELDS if source.get(k) is not None}
-    said = {k: v for k, v in making.said.items() if k in ("messages", "prompt", "tools") and v}
-    _run(handler, making, fields | said | {"max_tokens": 1, "temperature": 0})
-    return build(making, salt).described()
+    owner = owner_of(salt)
+    recent = recents.get(order.request, owner) if order.request is not None else None
+
+    def finish(pending: Pending | None) -> Context:
+        if recent is not None:
+            making, source = Making.after(order, recent), recent.body
+        else:
+            said = {k: body[k] for k in ("messages", "prompt", "tools") if body.get(k) is not None}
+            making, source = Making(order, said), body
+        if pending is not None:
+            making.id, making.coder = pending.id, pending.coder
+        fields = {k: source[k] for k in _MODEL_FIELDS if source.get(k) is not None}
+        said = {k: v for k, v in making.said.items() if k in ("messages", "prompt", "tools") and v}
+        _run(handler, making, fields | said | {"max_tokens": 1, "temperature": 0})
+        return build(making, salt)
+
+    if order.wait:
+        return finish(None).described()
+    pending = pendings.add(order, owner)
+    work = threading.Thread(target=_later, args=(pending, recent, finish), daemon=True)
+    work.start()
+    return as_json(pending.described(), 202)
+
+
+def _later(pending: Pending, recent: Recent | None, finish: Any) -> None:
+    with shield("contexts", "pending") as guarded:
+        pending.make(recent, finish)
+    if guarded.failed:
+        pending.refusal = Refused(
+            500, "fault", "the handoff could not be made; see the server's log"
+        )
 
 
 def _run(handler: Any, making: Making, body: dict[str, Any]) -> None:
