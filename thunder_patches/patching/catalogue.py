@@ -66,6 +66,12 @@ FEATURES: tuple[Feature, ...] = (
         hosts=("mlx_lm",),
     ),
     Feature("routes", "/thunder/ on the host's port"),
+    Feature(
+        "engine_thread",
+        "one thread for all steps of an engine",
+        switch="engine_thread",
+        eligibility="thunder_patches.hosts.threads:has_own_thread",
+    ),
     # After what they wrap around: a context's tokens come before the prompt's own.
     Feature("contexts", "requests that go on from a context", hosts=("mlx_lm",)),
     Feature(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import CellType, FunctionType
 from typing import Any
 
 import wrapt
@@ -70,18 +71,35 @@ class Target:
         if current is self._ours:
             return None
         module = getattr(current, "__module__", None) or "other code"
-        inner: Any = current
-        for _ in range(32):
-            inner = getattr(inner, "__wrapped__", None)
-            # A plugin that took the attribute from the class holds our wrapper's bound form.
-            if inner is self._ours or getattr(inner, "_self_parent", None) is self._ours:
-                return module, True
-            if inner is None:
-                break
-        return module, False
+        return module, any(self._is_ours(inner) for inner in _inside(current))
+
+    def _is_ours(self, inner: Any) -> bool:
+        # A plugin that took the attribute from the class holds our wrapper's bound form.
+        return inner is self._ours or getattr(inner, "_self_parent", None) is self._ours
 
     def _current(self) -> Any:
         return vars(self.parent).get(self.name, _MISSING)
+
+
+def _inside(outer: Any) -> Iterator[Any]:
+    """What a function may call: what it says that it wraps, and the functions that its closure holds."""
+    waiting, seen = [outer], 0
+    while waiting and seen < 64:
+        function = waiting.pop(0)
+        seen += 1
+        held = [getattr(function, "__wrapped__", None)]
+        if isinstance(function, FunctionType):
+            held += [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+        inner = [value for value in held if callable(value) and not isinstance(value, type)]
+        yield from inner
+        waiting += inner
+
+
+def _filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # not assigned yet
+        return False
 
 
 def _link(inner: Any, layer: Layer) -> Any:

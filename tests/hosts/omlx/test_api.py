@@ -24,7 +24,9 @@ def chat(text: str) -> Json:
 
 
 def message(text: str) -> Json:
-    asked = {"system": SYSTEM["content"], "messages": [{"role": "user", "content": text}]}
+    # Some versions split the usage for clients that ask for caching only.
+    system = {"type": "text", "text": SYSTEM["content"], "cache_control": {"type": "ephemeral"}}
+    asked = {"system": [system], "messages": [{"role": "user", "content": text}]}
     return {**asked, "max_tokens": 4}
 
 

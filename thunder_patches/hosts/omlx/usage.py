@@ -43,9 +43,10 @@ def message(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def message_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """``create_message_start_event(...)``: the shape of its usage is that of the end."""
     with shield("context_pilot", "usage"):
-        engine = engine_named(named(wrapped, args, kwargs)["model"])
-        if engine is not None and engine.session is not None:
-            args, kwargs = replaced(wrapped, args, kwargs, prefix_cache_enabled=True)
+        given = named(wrapped, args, kwargs)
+        engine = engine_named(given["model"])
+        if engine is not None and engine.session is not None and _SPLIT in given:
+            args, kwargs = replaced(wrapped, args, kwargs, **{_SPLIT: True})
     return wrapped(*args, **kwargs)
 
 
@@ -100,14 +101,19 @@ def _told(total: int | None, cached: int | None) -> dict[str, Any] | None:
 
 
 def _anthropic(wrapped: Any, args: Any, kwargs: Any, total: str) -> tuple[Any, Any, Any]:
-    """What is told, and the call with the prompt's tokens split into those read and those computed."""
+    """What is told, and the call with the prompt's tokens split into those read and those computed.
+
+    Some versions split them where the host's own cache is in use, which it no longer is; others where
+    the client asks for it, and go on to do so.
+    """
     given, http = named(wrapped, args, kwargs), current()
     told = _told(given.get(total), given.get("cached_tokens"))
-    if http is not None and http.outcomes:
-        args, kwargs = replaced(wrapped, args, kwargs, prefix_cache_enabled=True)
+    if http is not None and http.outcomes and _SPLIT in given:
+        args, kwargs = replaced(wrapped, args, kwargs, **{_SPLIT: True})
     return told, args, kwargs
 
 
+_SPLIT = "prefix_cache_enabled"
 _OPENAI = ("ChatCompletionResponse", "ChatCompletionChunk", "CompletionResponse")
 
 
