@@ -7,7 +7,8 @@ every Python has). For each: N tokens of context, rounded to BF16, go through th
 does it; then 255 tokens of the same text are predicted and 64 are continued greedily. Told are the KL
 divergence to the prediction on the exact context (nats), the perplexity of the continuation against the
 exact one's, the share of equal first choices, the greedy tokens before the first difference, and bytes
-against BF16. "mixed" is also made as large as uniform int8 and int4 are.
+against BF16. "mixed" is also made as large as int8, and with units chosen at random, the control: what is
+left of the difference is worth of the choice.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from tests.bench.codec_quality import held_out
 from thunder_patches.cache.record import Coded, Record
 from thunder_patches.codec.codecs import CODECS
 from thunder_patches.codec.codecs import decode as decode_one
+from thunder_patches.codec.layout import rows_of
 from thunder_patches.handoff import mixed
-from thunder_patches.handoff.precision import decoded, encode
+from thunder_patches.handoff.precision import decoded
 from thunder_patches.tensors.quality import Document
 
 Encode = Callable[[Record], list[Coded]]
@@ -48,18 +50,30 @@ def uniform(name: str) -> Encode:
     ]
 
 
-def of_mixed(bits: float) -> Encode:
-    return lambda record: encode(record, "mixed", bits=bits)
+class Mixes:
+    """One record in mixed precision, with as many bits as asked for."""
 
+    def __init__(self, record: Record) -> None:
+        names = rows_of(record.header.layout)
+        pairs = zip(record.header.tensors, record.data, strict=True)
+        self._data = dict(zip([s.name for s in record.header.tensors], record.data, strict=True))
+        self._rows = [mixed.values_of(s, names[s.name].role, d) for s, d in pairs]
+        self._gains = {rows.spec.name: mixed.gain(rows) for rows in self._rows}
+        rng = np.random.default_rng(0)
+        self._luck = {name: rng.random(gain.shape) for name, gain in self._gains.items()}
 
-def as_large(document: Document, size: int) -> Encode:
-    """Mixed precision with as many bits as make it just no larger than `size`."""
-    low, high = 4.0, 16.0
-    for _ in range(9):
-        bits = (low + high) / 2
-        fits = sum(c.nbytes for c in of_mixed(bits)(document.records[0])) <= size
-        low, high = (bits, high) if fits else (low, bits)
-    return of_mixed(low)
+    def of(self, bits: float, *, by_luck: bool = False) -> Encode:
+        chosen = mixed.choose(self._rows, bits, self._luck if by_luck else self._gains)
+        return lambda record: [
+            mixed.CODEC.encode_units(r, self._data[r.spec.name], chosen[r.spec.name])
+            for r in self._rows
+        ]
+
+    def as_large(self, record: Record, size: int) -> Encode:
+        """With as many bits as make it about as large; entropy coding leaves a little open."""
+        nominal = 8 * size / sum(rows.values.size for rows in self._rows)
+        first = sum(c.nbytes for c in self.of(nominal)(record))
+        return self.of(nominal * size / first)
 
 
 def measure(document: Continued, make: Encode) -> dict[str, Any]:
@@ -116,16 +130,14 @@ def main() -> None:
             block=options.context,
             greedy=64,
         )
-        sizes = {u: measure(document, uniform(u)) for u in ("int8", "int4")}
-        found = sizes | {
-            f"mixed, {mixed.BITS:g} bits": measure(document, of_mixed(mixed.BITS)),
-            "mixed, as large as int8": measure(
-                document, as_large(document, sizes["int8"]["bytes"])
-            ),
-            "mixed, as large as int4": measure(
-                document, as_large(document, sizes["int4"]["bytes"])
-            ),
-        }
+        mixes, bits = Mixes(document.records[0]), mixed.BITS
+        found = {"int8": measure(document, uniform("int8"))}
+        size = found["int8"]["bytes"]
+        found["mixed, as large"] = measure(document, mixes.as_large(document.records[0], size))
+        found[f"mixed, {bits:g} bits"] = measure(document, mixes.of(bits))
+        found[f"random, {bits:g} bits"] = measure(document, mixes.of(bits, by_luck=True))
+        found["mixed, fewest bits"] = measure(document, mixes.of(4.0))
+        found["int4"] = measure(document, uniform("int4"))
         for precision, row in found.items():
             rows.setdefault(precision, []).append(row)
             print(name, precision, {k: round(v, 5) for k, v in row.items()}, flush=True)

@@ -154,7 +154,7 @@ def test_replaced_by_name(tmp_path: Path) -> None:
 def test_sweep(tmp_path: Path) -> None:
     """What expired goes, and what has no descriptor, and what dead writers left; the rest stays."""
     shelf = Shelf(tmp_path)
-    stays, ends = made(), made(expires=time.time() - 1, payload=Payload(1, "x"))
+    stays, ends = made(), made(expires=time.time() - 1, payload=Payload(7, "x"))
     for context in (stays, ends):
         temporary = shelf.temporary()
         temporary.write_bytes(b"state")
@@ -166,7 +166,7 @@ def test_sweep(tmp_path: Path) -> None:
     for file in (own, dead, old):
         file.write_bytes(b"")
     os.utime(old, (1, time.time() - STALE_SECONDS - 5))
-    assert shelf.sweep() == 1
+    assert shelf.sweep() == 7
     left = {f.name for f in tmp_path.rglob("*") if f.is_file()} - {"lock"}
     assert left == {f"{stays.id}.json", f"{stays.id}.safetensors", own.name}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.handing import conversation, goes_on, hand_over, in_words, text_after
-from tests.harness.compare import differences
+from tests.harness.compare import assert_same, differences
 from tests.harness.fleet import Fleet
 from tests.harness.models import Model, ModelFactory, text_of
 
@@ -75,6 +75,30 @@ def test_after_an_answer_in_the_templates_words(
         tolerance=WINDOWED if kind == "sliding" else 0.0,
     )
     assert answer.raw["thunder"]["handoff"]["form"] == "conversation"
+
+
+def test_quantised_kv(fleet: Fleet, full: Model, seed: int) -> None:
+    """Under ``--kv-bits`` the state is handed over in the form that it has."""
+    args = ("--kv-bits", "8", "--quantized-kv-start", "0")
+    server = fleet.shared(full, args=args)
+    read = conversation(seed)
+    handed = hand_over(server, messages=read)
+    expected = fleet.expected(full, args=args, messages=[*read, *NEXT])
+    answer = server.chat(NEXT, thunder={"handoff": handed["id"]})
+    assert_same(expected, answer)
+
+
+def test_a_stream_and_a_completion_tell_of_it(fleet: Fleet, full: Model, seed: int) -> None:
+    server = fleet.shared(full)
+    handed = hand_over(server, messages=conversation(seed))
+    streamed = server.stream(messages=NEXT, thunder={"handoff": handed["id"]})
+    told = [event["thunder"] for event in streamed.raw if "thunder" in event]
+    assert [one["handoff"]["used"] for one in told] == [True]
+    assert streamed.cached_tokens == handed["tokens"]
+    read, more = text_of(70, seed), text_of(20, seed + 1)
+    handed = hand_over(server, prompt=read)
+    goes_on(fleet, server, full, {"prompt": read + more}, handed, prompt=more, cached=70)
+    assert server.status()["contexts"]["handoffs"] >= 2
 
 
 def test_another_context_gives_another_answer(fleet: Fleet, full: Model, seed: int) -> None:

@@ -16,7 +16,7 @@ Groups are those of `codec.integers` (after KIVI, arXiv 2402.02750): 64 tokens o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -136,13 +136,19 @@ def split(tokens: int) -> tuple[int, int]:
     return units, tokens - SINKS - units * UNIT
 
 
-def choose(tensors: Sequence[Rows], bits: float = BITS) -> dict[str, np.ndarray]:
+def choose(
+    tensors: Sequence[Rows],
+    bits: float = BITS,
+    gains: Mapping[str, np.ndarray] | None = None,
+) -> dict[str, np.ndarray]:
     """Which units of each tensor ``[heads, units]`` get 8 bits, by the tensor's name.
 
     Args:
         bits: the average to reach for all tensors together; at least 4 bits are always given.
+        gains: what 8 bits are worth to each unit; by default what `gain` finds.
     """
-    gains = {rows.spec.name: gain(rows) for rows in tensors}
+    if gains is None:
+        gains = {rows.spec.name: gain(rows) for rows in tensors}
     chosen = {name: np.zeros(found.shape, bool) for name, found in gains.items()}
     budget = sum(bits * rows.values.size - _least(rows) for rows in tensors)
     cost = {rows.spec.name: 4 * UNIT * rows.spec.shape[2] for rows in tensors}

@@ -134,6 +134,11 @@ class Shelf:
         """Bytes that contexts keep from going: records, each counted once, and payloads."""
         return sum(self.pins().values()) + sum(need.payload for need in self._needs())
 
+    def counts(self) -> dict[str, int]:
+        """How many handoffs and named caches there are."""
+        handoffs = sum(need.file.parent.name == "handoff" for need in self._needs())
+        return {"handoffs": handoffs, "named": len(self._needs()) - handoffs}
+
     # Changing
 
     def put(self, context: Context, payload: Path | None = None) -> None:
@@ -176,24 +181,25 @@ class Shelf:
         return self.folder / "tmp" / f"{os.getpid()}-{uuid4().hex}.part"
 
     def sweep(self, now: float | None = None) -> int:
-        """Remove what has expired, and what killed processes left; returns the number of contexts."""
+        """Remove what has expired, and what killed processes left; returns the payloads' bytes."""
         now = time.time() if now is None else now
         if not self.folder.is_dir():
             return 0
+        freed = 0
         with self._exclusive():
-            expired = [need.file for need in self._needs() if need.expired(now)]
-            for file in expired:
-                _unlink(file)
-                _unlink(file.with_suffix(PAYLOAD))
-            folder = self.folder / "handoff"
-            names = set(_list(folder))
+            for need in self._needs():
+                if need.expired(now):
+                    _unlink(need.file)
+                    _unlink(need.file.with_suffix(PAYLOAD))
+                    freed += need.payload
+            names = set(_list(self.folder / "handoff"))
             for name in names:
                 if name.endswith(PAYLOAD) and Path(name).with_suffix(".json").name not in names:
-                    _unlink(folder / name)
+                    _unlink(self.folder / "handoff" / name)
             for name in _list(self.folder / "tmp"):
                 if _is_stale(self.folder / "tmp" / name, now):
                     _unlink(self.folder / "tmp" / name)
-        return len(expired)
+        return freed
 
     # Files
 

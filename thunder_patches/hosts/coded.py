@@ -6,7 +6,6 @@ after it is stored. So no look-up for an exact state can meet it.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -18,8 +17,9 @@ from ..cache.store import CacheStore, ReadJob
 from ..codec.base import CodecError
 from ..codec.calibration import Shelf as Calibrations
 from ..codec.kvtc import Kvtc
-from ..handoff.context import Context, Payload
-from ..handoff.parcel import BadParcel, Packed, Parcel, write
+from ..handoff.context import Context
+from ..handoff.keeping import digest
+from ..handoff.parcel import BadParcel, Packed, Parcel
 from ..handoff.precision import decoded, encode, joined
 from ..handoff.refusal import Refused
 from ..handoff.transfer import read
@@ -81,14 +81,6 @@ class Coder:
         return Packed(record.header, tuple(coded))
 
 
-def save(context: Context, packed: Sequence[Packed], temporary: Path) -> Payload:
-    """Write a context's coded state; raises OSError."""
-    write(temporary, context, packed)
-    with temporary.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return Payload(file.tell(), digest)
-
-
 def load(context: Context, session: Session, file: Path, capacity: int) -> Hit:
     """A prompt cache with a context's coded state.
 
@@ -98,10 +90,8 @@ def load(context: Context, session: Session, file: Path, capacity: int) -> Hit:
     payload = context.payload
     assert payload is not None
     try:
-        with file.open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        if digest != payload.sha256:
-            raise BadParcel(f"expected checksum {payload.sha256[:16]}, found {digest[:16]}")
+        if (found := digest(file)) != payload.sha256:
+            raise BadParcel(f"expected checksum {payload.sha256[:16]}, found {found[:16]}")
         kvtc = kvtc_of(context.model) if context.precision == "kvtc" else None
         records = [decoded(p.header, p.tensors, kvtc) for p in Parcel(file).records()]
     except FileNotFoundError:

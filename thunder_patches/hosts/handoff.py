@@ -10,20 +10,20 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..cache.keys import chain
 from ..cache.match import Plan, plan
-from ..handoff.context import PRECISIONS, Beginning, Context, Pinned, encode_ids
+from ..handoff.context import PRECISIONS, Beginning, Context, encode_ids
+from ..handoff.keeping import keep_coded, keep_exact
 from ..handoff.names import checked_name, new_id, owner_of
-from ..handoff.parcel import Packed
 from ..handoff.refusal import Refused
 from ..handoff.shelf import Shelf
 from ..patching.guard import is_on
-from .coded import Coder, load, save
+from .coded import Coder, load
 from .joining import Message, Template
 from .quantised import AnySequence, AnySession, QuantisedSequence, QuantisedSession
 from .runtime import runtime
@@ -32,8 +32,6 @@ from .session import Sequence as Plain
 
 HANDOFF_SECONDS = 3600.0
 LONGEST_SECONDS = 90 * 86400.0
-SHARE = 0.5
-"""Of the disk budget, what contexts may keep from being evicted."""
 FLUSH_SECONDS = 30.0
 ANSWER_SECONDS = 600.0
 AHEAD_SECONDS = 0.1
@@ -48,6 +46,11 @@ def shelf() -> Shelf:
     found = runtime().contexts
     assert found is not None
     return found
+
+
+def told() -> dict[str, int]:
+    """The ``contexts`` part of the status: how many there are, and what they keep."""
+    return shelf().counts() | {"bytes": shelf().held()}
 
 
 # What a request says
@@ -446,72 +449,14 @@ def build(making: Making, salt: str) -> Context:
         holders=() if order.name is not None else (order.holder,),
     )
     if order.precision == "exact":
-        return _keep(context, found)
+        wanted = [(p.kind, p.key, p.parent) for p in found.pieces]
+        return keep_exact(store, shelf(), context, wanted)
     if isinstance(session, QuantisedSession):
         raise Refused(
             409, "layout", "with --kv-bits the state is quantised already: hand it over exact"
         )
     coder = making.coder or Coder(order.precision, session.identity)
-    return _keep_coded(context, coder.code(found.pieces))
-
-
-def _keep(context: Context, found: Plan) -> Context:
-    """Put an exact context on the shelf; from then on what it needs is kept.
-
-    Raises:
-        Refused: 507.
-    """
-    place, store = shelf(), runtime().store
-    pins = [Pinned(p.kind, p.key.hex(), p.parent.hex(), store.size(p.key)) for p in found.pieces]
-    context = replace(context, pins=tuple(pins))
-    _admit(context.size)
-    place.put(context)
-    if not store.all_there([(p.kind, p.key, p.parent) for p in found.pieces]):
-        place.release(context)
-        raise Refused(507, "budget", "the cache has no room for the state of this context")
-    return context
-
-
-def _keep_coded(context: Context, packed: Sequence[Packed]) -> Context:
-    """Put a context on the shelf with its state beside it.
-
-    Raises:
-        Refused: 507.
-    """
-    place, store, reserved = shelf(), runtime().store, 0
-    temporary = place.temporary()
-    try:
-        payload = save(context, packed, temporary)
-        context = replace(context, payload=payload)
-        _admit(payload.size)
-        if not store.reserve(payload.size):
-            raise Refused(507, "budget", "the cache has no room for the state of this context")
-        reserved = payload.size
-        place.put(context, temporary)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        store.give_back(reserved)
-        raise
-    return context
-
-
-def release(context: Context, holder: str | None) -> bool:
-    """As `Shelf.release`; the room that its state took is free again."""
-    gone = shelf().release(context, holder)
-    if gone and context.payload is not None:
-        runtime().store.give_back(context.payload.size)
-    return gone
-
-
-def _admit(size: int) -> None:
-    shelf().sweep()
-    budget = int(runtime().store.stats()["ssd"]["budget_bytes"] * SHARE)
-    if (total := shelf().held() + size) > budget:
-        raise Refused(
-            507,
-            "budget",
-            f"contexts may keep {budget} bytes; with this one they would keep {total}",
-        )
+    return keep_coded(store, shelf(), context, coder.code(found.pieces))
 
 
 def _plan(sequence: Plain, ids: list[int]) -> Plan:

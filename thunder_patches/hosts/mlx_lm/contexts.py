@@ -13,6 +13,7 @@ import threading
 from typing import Any
 
 from ...handoff.context import Context
+from ...handoff.keeping import release
 from ...handoff.names import owner_of
 from ...handoff.refusal import Refused
 from ...handoff.transfer import export, take_in
@@ -32,7 +33,6 @@ from ..handoff import (
     fed,
     pendings,
     recents,
-    release,
     shelf,
 )
 from ..joining import Template
@@ -324,7 +324,9 @@ def _answer(handler: Any, method: str, kind: str, name: str | None, query: str) 
         case "DELETE", _, str():
             context = known(name, owner)
             holder = dict(p.partition("=")[::2] for p in query.split("&")).get("holder")
-            return context.described() | {"released": release(context, holder)}
+            return context.described() | {
+                "released": release(runtime().store, shelf(), context, holder)
+            }
     raise Refused(405, "method", f"{method} is not for this path")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ...config import Settings
 from ...patching import report
 from ...patching.guard import shield
+from .. import handoff
 from ..pilot import save_now
 from ..runtime import runtime
 from ..seeing import add_sections
@@ -20,6 +21,7 @@ def start(settings: Settings) -> None:
     """Called by the registry before the first patch of this host is applied."""
     add_sections()
     report.add_section("model", _model)
+    report.add_section("contexts", handoff.told)
     _write_on_sigterm()
 
 
