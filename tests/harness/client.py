@@ -30,6 +30,8 @@ class Client:
     def __init__(self, port: int, timeout: float = 60.0) -> None:
         self.port = port
         self.timeout = timeout
+        self.headers: dict[str, str] = {}
+        """Sent with every POST, such as an API key."""
 
     def get(self, path: str, timeout: float | None = None) -> tuple[int, str]:
         """Status and body of a GET."""
@@ -95,7 +97,8 @@ class Client:
     def post(self, path: str, body: Json, timeout: float | None = None) -> Json:
         """The JSON that a POST of JSON returns; HttpError unless the status is 200."""
         with self._connection(timeout) as connection:
-            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json"} | self.headers
+            connection.request("POST", path, json.dumps(body), headers)
             response = connection.getresponse()
             text = response.read().decode()
         if response.status != 200:
