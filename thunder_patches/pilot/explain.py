@@ -151,7 +151,8 @@ def explain(
         if match.position > 0:
             return None  # something was reused that the index no longer knows
         if match.damaged or match.evicted_seconds is not None or match.dropped:
-            return _state_missing(make, match, 0)  # a plain prompt, which has no messages to find it by
+            # A plain prompt has no messages to find it by.
+            return _state_missing(make, match, 0)
         return make(0, "never_seen", "never seen: nothing like this prompt is remembered")
     entry = nearest.entry
     if not nearest.same_model and nearest.shared:
