@@ -6,12 +6,30 @@ import json
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from codec_samples import calibration_for
 
 from tests.harness.models import ModelFactory, text_of
+from thunder_patches.cache.record import TensorSpec
+from thunder_patches.cli.doctor import _codec
 from thunder_patches.codec.calibration import Shelf
+from thunder_patches.config import Settings
+
+
+def test_doctor_tells_what_was_measured(tmp_path: Path) -> None:
+    wanted = replace(Settings(), codec="kvtc", cache_dir=tmp_path)
+    (missing,) = _codec(wanted)
+    assert missing.level == "warning" and "thunder calibrate" in missing.advice
+    spec = TensorSpec("k0", "BF16", (2, 256, 16))
+    row = {"kl": 0.0051, "top1": 0.961, "ratio": 12.4}
+    known = calibration_for(spec, layers=1)
+    Shelf(tmp_path / "calibrations").add(replace(known, measured={"held_out": {"balanced": row}}))
+    (found,) = _codec(wanted)
+    assert found.level == "ok" and "12.4 times smaller at KL 0.0051, 96.1%" in found.text
+    assert list(_codec(replace(wanted, codec="auto"))) == []
 
 
 @pytest.mark.slow

@@ -180,6 +180,28 @@ class TestFile:
                 Calibration.read(path)
         assert Shelf(tmp_path).of_model("a model") is None
 
+    def test_the_newest_of_each_model_is_found_without_reading_the_others(
+        self, tmp_path, monkeypatch
+    ) -> None:
+        shelf = Shelf(tmp_path)
+        ids = {}
+        for i, model in enumerate(("one", "two", "two")):
+            ids[i] = shelf.add(replace(KNOWN, model=model, measured={"run": i})).id
+            os.utime(tmp_path / f"{ids[i]}.safetensors", (i, i))
+        (tmp_path / "0123456789abcdef.safetensors").write_bytes(b"\xff" * 40)
+        read: list[str] = []
+        really = Calibration.read.__func__  # type: ignore[attr-defined]
+
+        def reading(cls, path):
+            read.append(path.stem)
+            return really(cls, path)
+
+        monkeypatch.setattr(Calibration, "read", classmethod(reading))
+        fresh = Shelf(tmp_path)
+        assert fresh.of_model("two").id == ids[2]  # type: ignore[union-attr]
+        assert fresh.of_model("three") is None and read == [ids[2]]
+        assert [found.id for found in fresh.all()] == [ids[2], ids[1], ids[0]]
+
     def test_ids_are_no_paths(self, tmp_path) -> None:
         for id in ("../../etc/passwd", "", "0" * 15, "G" * 16):
             with pytest.raises(CodecError):

@@ -402,7 +402,7 @@ class DiskStore:
     def _write_file(
         self, ref: Ref, buffers: list[memoryview], size: int, stamp: int, orphan: bool
     ) -> None:
-        temporary = self._write_temporary(buffers, size, stamp, orphan)
+        temporary = self._write_temporary(buffers, size, stamp, orphan, self._fsync)
         try:
             self._folder.publish(temporary, ref)
         except BaseException:
@@ -417,7 +417,7 @@ class DiskStore:
                 self._save(used - before.size if self._remove(before) else used)
 
     def _write_temporary(
-        self, buffers: list[memoryview], size: int, stamp: int, orphan: bool
+        self, buffers: list[memoryview], size: int, stamp: int, orphan: bool, fsync: bool
     ) -> str:
         """Write a file that has no record's name yet, its bytes reserved; its path."""
         with self._folder.exclusive():
@@ -430,7 +430,7 @@ class DiskStore:
         try:
             try:
                 write_all(fd, buffers)
-                if self._fsync:
+                if fsync:
                     os.fsync(fd)
                 with suppress(OSError):  # else it counts as used now
                     os.utime(fd, ns=(stamp, stamp))
@@ -516,7 +516,8 @@ class DiskStore:
 
     def _replace(self, ref: Ref, buffers: list[memoryview], old: int) -> None:
         size = sum(buffer.nbytes for buffer in buffers)
-        temporary = self._write_temporary(buffers, size, 0, orphan=False)
+        # It replaces a file that may have been on the disk for long: not by one that isn't yet.
+        temporary = self._write_temporary(buffers, size, 0, orphan=False, fsync=True)
         done = False
         try:
             # Under the lock nobody evicts the file, or puts a smaller one there.

@@ -80,6 +80,7 @@ def examine(wanted: Settings) -> Iterator[Finding]:
     yield from _hosts(wanted)
     yield from _servers(wanted)
     yield from _cache_folder(wanted)
+    yield from _codec(wanted)
     yield from _memory(wanted)
     yield from _extras()
 
@@ -243,6 +244,29 @@ def _cache_folder(wanted: Settings) -> Iterator[Finding]:
 
 def _held(folder: Path) -> int:
     return folder_size(folder) if folder.is_dir() else 0
+
+
+def _codec(wanted: Settings) -> Iterator[Finding]:
+    """The calibrations that are there, with what they measured, if the codec is one that needs them."""
+    if wanted.codec != "kvtc":
+        return
+    from thunder_patches.codec.calibration import Shelf
+
+    found = Shelf(wanted.cache_dir / "calibrations").all()
+    for one in found:
+        measured = one.measured.get("held_out", {}).get(wanted.codec_quality)
+        if measured is None:
+            continue
+        yield Finding(
+            "ok",
+            "kvtc",
+            f"model {one.model[:16]}: {measured['ratio']} times smaller at KL {measured['kl']}, "
+            f"{measured['top1']:.1%} of first choices the same (quality {wanted.codec_quality}, "
+            f"text held out, calibration {one.id})",
+        )
+    if not found:
+        said = "no model is calibrated, so that blocks stay exact"
+        yield Finding("warning", "kvtc", said, "thunder calibrate MODEL")
 
 
 def _memory(wanted: Settings) -> Iterator[Finding]:

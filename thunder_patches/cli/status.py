@@ -73,6 +73,20 @@ def _show(out: Console, status: dict[str, Any]) -> None:
                 f"{tier}: {size(held['bytes'])} of {size(held['budget_bytes'])}, "
                 f"{held['blocks']} blocks"
             )
+    codec = cache.get("codec") or {}
+    if codec.get("mode"):
+        quality = f", quality {codec['quality']}" if codec["quality"] else ""
+        out.print(
+            f"codec: {codec['mode']}{quality}" + (f"; {codec['reason']}" * bool(codec["reason"]))
+        )
+    for one in codec.get("calibrations", ()):
+        measured = one.get("held_out", {}).get(codec["quality"])
+        if measured is None:
+            continue
+        out.print(
+            f"  calibration {one['id']}: {measured['ratio']} times smaller at KL {measured['kl']} "
+            "on text held out"
+        )
     counts = cache.get("counts", {})
     out.print(", ".join(f"{name} {n}" for name, n in counts.items() if n) or "no requests yet")
     for problem in status.get("problems", ()):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ from .base import CodecError
 from .rotary import Rotary
 
 VERSION = 1
+MOST_HEADER = 8 << 20
 SINKS = 4  # first tokens of a prompt, kept exact: their keys are outliers that all others attend to
 
 
@@ -102,6 +104,12 @@ class Calibration:
             values[part] = rotary.turn(values[part], start, inverse)
         return values
 
+    def prepare(self) -> None:
+        """Have ready what decoding needs, so that the first restore doesn't wait for it."""
+        for bases in self.bases.values():
+            for basis in bases:
+                _ = basis.decode
+
     def write(self, folder: Path) -> Calibration:
         """Write to ``<folder>/<id>.safetensors``, mode 0600, and return the calibration with its id."""
         arrays: dict[str, np.ndarray] = {}
@@ -150,7 +158,7 @@ class Calibration:
             CodecError: damaged, of another version, or no calibration at all.
             OSError: when it can't be read.
         """
-        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             data = file.read()
         try:
             arrays = load(data)
@@ -219,15 +227,11 @@ class Shelf:
 
     def of_model(self, model: str) -> Calibration | None:
         """The newest good calibration of a model, or None."""
-        files = sorted(self.folder.glob("*.safetensors"), key=_mtime, reverse=True)
-        for path in files:
-            try:
-                found = self.get(path.stem)
-            except CodecError:
-                continue
-            if found.model == model:
-                return found
-        return None
+        return next(self._good(lambda path: _model_in(path) == model), None)
+
+    def all(self) -> list[Calibration]:
+        """The good calibrations of all models, the newest first."""
+        return list(self._good(lambda path: True))
 
     def add(self, calibration: Calibration) -> Calibration:
         """Write a new calibration and return it with its id."""
@@ -235,10 +239,19 @@ class Shelf:
         self._known[calibration.id] = calibration
         return calibration
 
+    def _good(self, wanted: Callable[[Path], bool]) -> Iterator[Calibration]:
+        for path in self._files():
+            if wanted(path):
+                with suppress(CodecError):
+                    yield self.get(path.stem)
+
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.glob("*.safetensors"), key=_mtime, reverse=True)
+
     def prune(self, used: Iterable[str]) -> list[str]:
         """Delete all calibrations but the newest of each model and those whose ids are ``used``."""
         keep, models, gone = set(used), set[str](), []
-        for path in sorted(self.folder.glob("*.safetensors"), key=_mtime, reverse=True):
+        for path in self._files():
             try:
                 model = self.get(path.stem).model
             except CodecError:
@@ -265,6 +278,17 @@ def _checksum(arrays: Mapping[str, np.ndarray], text: str) -> str:
         digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}\n".encode())
         digest.update(np.ascontiguousarray(arrays[name]).data)
     return digest.hexdigest()
+
+
+def _model_in(path: Path) -> str | None:
+    """The model that a file says it is of; of the whole file only the header is read."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            head = json.loads(file.read(min(size, MOST_HEADER)))
+        return str(json.loads(head["__metadata__"]["kvtc"])["model"])
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
 
 
 def _mtime(path: Path) -> float:

@@ -7,6 +7,7 @@ rows of a snapshot stay exact, since they become part of the block that a longer
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -97,11 +98,14 @@ class Policy:
     def use_model(self, model: str) -> Calibration | None:
         """Encode with the newest calibration of the model with this identity from now on.
 
-        Without one, "kvtc" leaves tensors lossless. Decoding needs no such call.
+        Without one, "kvtc" leaves tensors lossless. Decoding needs no such call. In other modes
+        nothing is looked for.
         """
-        if self._shelf is None:
+        if self._shelf is None or self.mode != "kvtc":
             return None
         found = self._shelf.of_model(model)
+        if found is not None:
+            threading.Thread(target=found.prepare, name="thunder-bases", daemon=True).start()
         self._models[model] = Kvtc(self._shelf.get, found, self.quality)
         return found
 
