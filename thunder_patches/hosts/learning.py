@@ -10,6 +10,7 @@ import logging
 from collections.abc import Generator
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from ..cache.aging import QUIET_SECONDS
@@ -66,19 +67,18 @@ class Learner:
                 self._due = seen + runtime.settings.calibrate_after
 
     def _go_on(self, session: Session, steps: Generator[Any, None, Calibration]) -> None:
+        self._steps, self._finished = None, True
         try:
             next(steps)
-            return
         except StopIteration as end:
             assert self._runtime.codec is not None
             made = self._runtime.codec.learn(end.value)
             log.info("thunder: kvtc is calibrated (%s): %s", made.id, made.measured["held_out"])
         except (CannotCalibrate, UnknownRotary) as reason:
             log.warning("thunder: kvtc can't be calibrated for this model: %s", reason)
-        except Exception:
-            self._finished, self._steps = True, None
-            raise
-        self._finished, self._steps = True, None
+        else:
+            self._steps, self._finished = steps, False
+            mx.clear_cache()  # gradients' buffers are of no use to a prompt
 
 
 def requests(runtime: Runtime) -> int:
