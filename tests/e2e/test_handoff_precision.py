@@ -19,14 +19,11 @@ FAR = {"int8": 0.3, "mixed": 1.5}
 """How far logprobs of tiny random models, whose attention is peaked, may be off."""
 
 
-def worst(expected: Answer, found: Answer) -> float:
-    """Largest difference of the logprobs up to the first other token."""
-    same = [a == b for a, b in zip(expected.tokens, found.tokens, strict=True)]
-    count = same.index(False) if False in same else len(same)
-    return max(
-        (abs(a - b) for a, b in zip(expected.logprobs[:count], found.logprobs, strict=False)),
-        default=9.0,
-    )
+def distance(expected: Answer, found: Answer) -> float:
+    """Largest difference of the logprobs that both give to one of the likeliest first tokens."""
+    one, other = dict(expected.top[0]), dict(found.top[0])
+    shared = one.keys() & other.keys()
+    return max(abs(one[i] - other[i]) for i in shared) if len(shared) > len(one) // 2 else 99.0
 
 
 @pytest.mark.parametrize("precision", ["int8", "mixed"])
@@ -49,9 +46,9 @@ def test_near_smaller_and_apart(fleet: Fleet, model: Model, precision: str, seed
         run = calls.prompt_tokens_run(answer.usage["completion_tokens"])
         assert run == answer.prompt_tokens - answer.cached_tokens
         assert answer.usage["context_pilot"]["lossy"] == precision
-        expected = fleet.expected(model, messages=whole)
+        expected = fleet.expected(model, messages=whole, top_logprobs=10, telling=False)
         assert differences(expected, answer), "a coded state gave the exact answer"
-        assert worst(expected, answer) < FAR[precision]
+        assert distance(expected, answer) < FAR[precision]
     # The exact answer to the very same tokens, before and after, is the stock one.
     served(fleet, server, model, messages=whole, cached=range(handed["tokens"], 999))
 
@@ -61,9 +58,10 @@ def test_a_wrong_context_is_far(fleet: Fleet, full: Model, seed: int) -> None:
     server = fleet.shared(full)
     read, other = conversation(seed, system=400), conversation(seed + 5, system=400)
     handed = hand_over(server, messages=other, precision="int8")
-    answer = server.chat(NEXT, thunder={"handoff": handed["id"]})
-    expected = fleet.expected(full, messages=[*read, *NEXT])
-    assert answer.tokens[0] != expected.tokens[0] or worst(expected, answer) > FAR["mixed"]
+    answer = server.chat(NEXT, thunder={"handoff": handed["id"]}, top_logprobs=10)
+    whole = [*read, *NEXT]
+    expected = fleet.expected(full, messages=whole, top_logprobs=10, telling=False)
+    assert distance(expected, answer) > FAR["mixed"]
 
 
 def test_its_state_is_its_own(fleet: Fleet, full: Model, seed: int, tmp_path: Path) -> None:
@@ -122,10 +120,13 @@ def test_coded_while_the_answer_is_generated(fleet: Fleet, full: Model, seed: in
         assert (status, promised["state"]) == (202, "pending"), promised
         path = f"/thunder/handoff/{promised['id']}"
         told = wait_for(
-            lambda: (found := call(server, "GET", path)[1]).get("coded_blocks", 1) and found,
+            lambda: (
+                (found := call(server, "GET", path)[1]).get("coded_blocks", 99) >= length // 32
+                and found
+            ),
             "coded blocks",
         )
-        assert told["state"] == "pending" and told["coded_blocks"] == length // 32, told
+        assert told.get("state") == "pending", told
         used = server.chat(NEXT, thunder={"handoff": promised["id"]})
         assert rest().endswith(b"data: [DONE]\n\n")
     ready = call(server, "GET", path)[1]

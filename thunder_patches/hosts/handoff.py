@@ -207,6 +207,9 @@ class Recent:
     owner: str
     sequence: AnySequence | None = None
     prompt_tokens: int = 0
+    text: str | None = None
+    """The answer's text, where the host tells no more of it; ``thought``: it came after thinking."""
+    thought: bool = False
     done: threading.Event = field(default_factory=threading.Event)
 
     def tokens(self) -> list[int]:
