@@ -130,15 +130,19 @@ def main() -> None:
             block=options.context,
             greedy=64,
         )
-        mixes, bits = Mixes(document.records[0]), mixed.BITS
-        found = {"int8": measure(document, uniform("int8"))}
-        size = found["int8"]["bytes"]
-        found["mixed, as large"] = measure(document, mixes.as_large(document.records[0], size))
-        found[f"mixed, {bits:g} bits"] = measure(document, mixes.of(bits))
-        found[f"random, {bits:g} bits"] = measure(document, mixes.of(bits, by_luck=True))
-        found["mixed, fewest bits"] = measure(document, mixes.of(4.0))
-        found["int4"] = measure(document, uniform("int4"))
-        for precision, row in found.items():
+        record, bits = document.records[0], mixed.BITS
+        mixes = Mixes(record)
+        size = sum(c.nbytes for c in uniform("int8")(record))
+        makes: dict[str, Encode] = {
+            "int8": uniform("int8"),
+            f"mixed, {bits:g} bits": mixes.of(bits),
+            "int4": uniform("int4"),
+            f"random, {bits:g} bits": mixes.of(bits, by_luck=True),
+            "mixed, fewest bits": mixes.of(4.0),
+            "mixed, as large as int8": mixes.as_large(record, size),
+        }
+        for precision, make in makes.items():
+            row = measure(document, make)
             rows.setdefault(precision, []).append(row)
             print(name, precision, {k: round(v, 5) for k, v in row.items()}, flush=True)
     table = {precision: mean(found) for precision, found in rows.items()}

@@ -79,7 +79,7 @@ def test_after_an_answer_in_the_templates_words(
 
 def test_quantised_kv(fleet: Fleet, full: Model, seed: int) -> None:
     """Under ``--kv-bits`` the state is handed over in the form that it has."""
-    args = ("--kv-bits", "8", "--quantized-kv-start", "0")
+    args = ("--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "0")
     server = fleet.shared(full, args=args)
     read = conversation(seed)
     handed = hand_over(server, messages=read)

@@ -73,20 +73,18 @@ FEATURES: tuple[Feature, ...] = (
         eligibility="thunder_patches.hosts.threads:has_own_thread",
     ),
     # After what they wrap around: a context's tokens come before the prompt's own.
-    Feature("contexts", "requests that go on from a context", hosts=("mlx_lm",)),
+    Feature("contexts", "requests that go on from a context"),
     Feature(
         "handoff",
         "contexts passed from one agent to another by descriptor",
         switch="handoff",
         requires="contexts",
-        hosts=("mlx_lm",),
     ),
     Feature(
         "named_caches",
         "prefixes kept by name",
         switch="named_caches",
         requires="contexts",
-        hosts=("mlx_lm",),
     ),
 )
 
@@ -236,6 +234,7 @@ PATCHES: tuple[Patch, ...] = (
         "contexts:handle_completion",
         until=_HANDED,
     ),
+    _mlx_lm("contexts", _SERVER, "ModelProvider._load", "contexts:load", until=_HANDED),
     _mlx_lm("contexts", _SERVER, "ResponseGenerator._tokenize", "contexts:tokenize", until=_HANDED),
     _mlx_lm(
         "contexts",
@@ -258,10 +257,15 @@ PATCHES: tuple[Patch, ...] = (
         "contexts:set_completion_headers",
         until=_HANDED,
     ),
-    _mlx_lm("contexts", _SERVER, "APIHandler.do_POST", "contexts:do_post", until=_HANDED),
-    _mlx_lm("contexts", _SERVER, "APIHandler.do_GET", "contexts:do_get", until=_HANDED),
+    _mlx_lm("contexts", _SERVER, "APIHandler.do_POST", "context_routes:do_post", until=_HANDED),
+    _mlx_lm("contexts", _SERVER, "APIHandler.do_GET", "context_routes:do_get", until=_HANDED),
     _mlx_lm(
-        "contexts", _SERVER, "APIHandler.do_DELETE", "contexts:do_delete", adds=True, until=_HANDED
+        "contexts",
+        _SERVER,
+        "APIHandler.do_DELETE",
+        "context_routes:do_delete",
+        adds=True,
+        until=_HANDED,
     ),
     # oMLX: lookup, prefill and store on the engine's thread
     _omlx("ssd_cache", _SCHEDULER, "Scheduler.__init__", "omlx.scheduler:scheduler_init"),
@@ -316,4 +320,6 @@ PATCHES: tuple[Patch, ...] = (
     _omlx("context_pilot", _OMLX, "format_sse_event", "omlx.usage:response_event"),
     # oMLX: status
     _omlx("routes", _OMLX, _EVERY_REQUEST, "omlx.routes:asgi"),
+    # oMLX: contexts, before anything else sees a request
+    _omlx("contexts", _OMLX, _EVERY_REQUEST, "omlx.contexts:asgi", until=_HANDED),
 )

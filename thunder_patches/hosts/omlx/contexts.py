@@ -21,8 +21,11 @@ from ...observe.routes import Answer, as_json
 from ...patching.guard import shield
 from ..arguments import named
 from ..asked import salt_of
-from ..handoff import Making, Order, Recent, Use, Wanted, allow, build, recents, shelf
+from ..handoff import Order, allow, shelf
+from ..making import Making, build
+from ..recents import Recent, recents
 from ..runtime import runtime
+from ..using import Use, Wanted
 from .engines import Engine, engine_named
 from .requests import Http
 from .routes import refused_by_host, send_answer

@@ -26,7 +26,7 @@ def asgi(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 async def _serve(given: dict[str, Any], host: Any, args: Any, kwargs: Any) -> None:
     scope, send = given["scope"], given["send"]
-    found = None if scope["path"] in OPEN else await _refused(scope, given["receive"])
+    found = None if scope["path"] in OPEN else await refused_by_host(scope, given["receive"])
     if found is None:
         with shield("routes"):
             query = scope.get("query_string", b"").decode("latin-1")
@@ -34,6 +34,10 @@ async def _serve(given: dict[str, Any], host: Any, args: Any, kwargs: Any) -> No
     if found is None:
         await host(*args, **kwargs)
         return
+    await send_answer(send, found)
+
+
+async def send_answer(send: Any, found: Answer) -> None:
     headers = [
         ("Content-Type", found.content_type),
         ("Content-Length", str(len(found.body))),
@@ -44,7 +48,7 @@ async def _serve(given: dict[str, Any], host: Any, args: Any, kwargs: Any) -> No
     await send({"type": "http.response.body", "body": found.body})
 
 
-async def _refused(scope: Any, receive: Any) -> Answer | None:
+async def refused_by_host(scope: Any, receive: Any) -> Answer | None:
     """The host's own answer to a missing or wrong API key; None: go on."""
     server = sys.modules["omlx.server"]
     request = server.FastAPIRequest(scope, receive)

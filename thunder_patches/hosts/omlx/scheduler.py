@@ -18,6 +18,7 @@ from ..pilot import looked_up
 from ..seeing import note, place_of
 from ..session import Hit, Sequence
 from ..steps import Prefilling
+from . import contexts
 from .engines import Engine, add, engine_of
 from .messages import boundaries
 from .requests import Http, asked_for
@@ -107,6 +108,8 @@ def _look_up(scheduler: Any, given: dict[str, Any]) -> _Found | None:
         if http.prompt is not None:
             found = boundaries(engine.follower, scheduler.tokenizer, http.prompt, sequence.tokens)
             http.chat.boundaries, sequence.boundaries = found, found.cuts()
+    with shield("contexts", "look up"):
+        contexts.follow(http, engine, sequence, tokens)
     hit = sequence.lookup(longer_than=0, full=is_on("skip_logic"), fit=_whole_pieces(sequence))
     outcome = Outcome()
     if hit is not None:
