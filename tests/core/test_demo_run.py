@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.bench.shapes import Shape, counter
+from thunder_patches import cli
 from thunder_patches.cli import bench, demo
 from thunder_patches.cli._play import server as servers
 from thunder_patches.cli._play.duel import WORKLOADS, Duel, Plan
@@ -54,6 +55,15 @@ def test_a_demo_without_the_package_fails(
     monkeypatch.setattr(demo, "patched_environment", off)
     answers = demo._play(stage, tmp_path, minutes=1)["answers"]
     assert not answers["same"] and "thunder doctor" in answers["problems"][0]
+
+
+@pytest.mark.parametrize("words", [["/nowhere/model"], [".", "--svg", "/nowhere/at/all.svg"]])
+def test_a_benchmark_that_cannot_be_is_refused_at_once(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *words]) == 2
+    said = capsys.readouterr().err
+    assert "/nowhere" in said and len(said.splitlines()) == 1
 
 
 def test_the_benchmark_plays_every_workload(tiny: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
@@ -14,14 +13,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from thunder_patches import __version__
 
+from ._output import console, tell
 from ._play.bars import Bar, svg
 from ._play.compare import Comparison, Reply
-from ._play.duel import WORKLOADS, Duel, Plan, Side, first_token
+from ._play.duel import WORKLOADS, Duel, Plan, Side
 from ._play.figures import Spread, folder_size, ratios, seconds, size, times
 from ._play.progress import say
 from ._play.server import terminable
@@ -58,6 +58,10 @@ def bench(
     Settings of the package in the environment hold, but for the cache folder: it is a fresh one.
     Exit status 1: an answer differs, or the package was not at work.
     """
+    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+        raise typer.BadParameter(f"there is no model folder {model}")
+    if picture is not None and not picture.absolute().parent.is_dir():
+        raise typer.BadParameter(f"--svg: there is no folder {picture.absolute().parent}")
     plan = Plan(model, answer, seed, repeat, tuple(server_arg or ()))
     with terminable(), tempfile.TemporaryDirectory(prefix="thunder-bench-") as scratch:
         duel = Duel(plan, Path(scratch))
@@ -67,7 +71,7 @@ def bench(
         picture.write_text(_picture(result), encoding="utf-8")
         say(f"picture: {picture}")
     if as_json:
-        print(json.dumps(result, indent=2, ensure_ascii=False))
+        tell(result)
     else:
         _show(result)
     if not result["answers"]["same"]:
@@ -94,7 +98,7 @@ def outcome(duel: Duel) -> dict[str, Any]:
 def _figures(workload: str, stock: Side, patched: Side) -> dict[str, Any]:
     """First tokens in seconds, the ratio stock to patched, tokens of prompts and skipped."""
     firsts = [
-        [first_token(replies) for replies in side.replies[workload]] for side in (stock, patched)
+        [_mean_wait(replies) for replies in side.replies[workload]] for side in (stock, patched)
     ]
 
     def tokens(side: Side, name: str) -> float:
@@ -114,6 +118,11 @@ def _figures(workload: str, stock: Side, patched: Side) -> dict[str, Any]:
         },
         "ratio": asdict(ratios(*firsts)),
     }
+
+
+def _mean_wait(replies: list[Reply]) -> float:
+    """Seconds to the first token. Not their median: in a burst some wait for others, by chance."""
+    return statistics.fmean(reply.answer.first for reply in replies)
 
 
 def _total(replies: list[Reply], name: str) -> int:
@@ -143,15 +152,16 @@ def _conditions(duel: Duel) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+    out = console()
     conditions, answers = result["conditions"], result["answers"]
-    console.print(
+    out.print(
         f"{conditions['model']}: {conditions['repetitions']} repetitions, servers "
         f"{conditions['servers']}, mlx-lm {conditions['mlx_lm']} on {conditions['system']}"
     )
-    table = Table(title="Time to first token, median (least to greatest)", title_justify="left")
+    title = "Time to first token, mean of a repetition's requests: median (least to greatest)"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("workload")
-    for column in ("prompts", "stock", "patched", "sooner", "skipped, stock", "skipped, patched"):
+    for column in ("prompts", "stock", "patched", "sooner", "skipped,\nstock", "skipped,\npatched"):
         table.add_column(column, justify="right")
     for name, row in result["workloads"].items():
         stock, patched = row["stock"], row["patched"]
@@ -164,22 +174,22 @@ def _show(result: dict[str, Any]) -> None:
             f"{stock['skipped']:,.0f}",
             f"{patched['skipped']:,.0f}",
         )
-    console.print(table)
-    console.print(f"on disk: {size(result['bytes_on_disk'])}")
+    out.print(table)
+    out.print(f"on disk: {size(result['bytes_on_disk'])}")
     if answers["same"]:
         ties = f", {answers['ties']} ties" if answers["ties"] else ""
-        console.print(
+        out.print(
             f"answers: all {answers['requests']} the same, {answers['tokens']} tokens{ties}; "
             f"largest difference of a logprob {answers['worst']:.1e}, allowed "
             f"{answers['tolerance']:.1e} (the stock server differs from itself by "
             f"{answers['stock_differs_from_itself']:.1e})"
         )
     for problem in answers["problems"]:
-        console.print(f"[red]differs[/red]: {problem}", soft_wrap=True)
+        out.print(f"[red]differs[/red]: {problem}", soft_wrap=True)
 
 
 def _range(spread: dict[str, float], form: Callable[[float], str]) -> str:
-    return f"{form(spread['median'])} ({form(spread['low'])} to {form(spread['high'])})"
+    return f"{form(spread['median'])}\n({form(spread['low'])} to {form(spread['high'])})"
 
 
 def _picture(result: dict[str, Any]) -> str:
