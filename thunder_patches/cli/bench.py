@@ -189,7 +189,7 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _range(spread: dict[str, float], form: Callable[[float], str]) -> str:
-    return f"{form(spread['median'])}\n({form(spread['low'])} to {form(spread['high'])})"
+    return f"{form(spread['median'])}\n{form(spread['low'])} to {form(spread['high'])}"
 
 
 def _picture(result: dict[str, Any]) -> str:
