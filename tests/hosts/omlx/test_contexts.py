@@ -26,7 +26,9 @@ def test_handed_messages(fleet: OmlxFleet, model: Model, seed: int) -> None:
         answer = server.chat(NEXT, thunder={"handoff": handed["id"]})
     assert_same(fleet.expected(model, messages=[*read, *NEXT]), answer)
     assert answer.prompt_tokens is not None and answer.cached_tokens is not None
-    assert answer.cached_tokens == handed["tokens"] == handed["stored_tokens"]
+    # What is kept reaches into the header of the next message.
+    assert handed["tokens"] == handed["stored_tokens"]
+    assert 0 <= answer.cached_tokens - handed["tokens"] <= 3
     run = calls.prompt_tokens_run(answer.usage["completion_tokens"])
     assert run == answer.prompt_tokens - answer.cached_tokens
     path = f"/thunder/handoff/{handed['id']}"
@@ -48,7 +50,8 @@ def test_an_earlier_answer_and_a_named_cache(fleet: OmlxFleet, full: Model, seed
     said = {"role": "assistant", "content": first.text}
     answer = server.chat(NEXT, thunder={"handoff": handed["id"]})
     assert_same(fleet.expected(full, messages=[*read, said, *NEXT]), answer)
-    assert answer.cached_tokens == handed["tokens"]
+    assert answer.cached_tokens is not None
+    assert 0 <= answer.cached_tokens - handed["tokens"] <= 3
     order = {"model": NAME, "messages": read}
     assert call(server, "POST", "/thunder/caches/base", order)[0] == 200
     assert call(server, "GET", "/thunder/caches")[1]["caches"][0]["name"] == "base"
