@@ -24,7 +24,7 @@ from tests.harness.models import Model, ModelFactory, text_of
 from tests.hosts.omlx.serving import OmlxServer
 
 KINDS = {"full": "qwen3", "hybrid": "qwen3_next", "sliding": "gemma3"}
-LARGER = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
+LARGER = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
 UNWATCHED: dict[str, str | None] = {"HARNESS_TRACE": None, "PYTHONPATH": None}
 
 
@@ -122,7 +122,7 @@ def _figures(rows: list[dict[str, tuple[float, int]]]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=3000)
+    parser.add_argument("--tokens", type=int, default=1536)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -134,8 +134,8 @@ def main() -> int:
             found = measure(model, Path(scratch) / kind, options.tokens, options.repeats)
             result["kinds"][kind] = found
             _show(kind, found)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+            if options.json:
+                options.json.write_text(json.dumps(result, indent=2) + "\n")
     return 1 if any(found["different"] for found in result["kinds"].values()) else 0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...patching.guard import shield
 from ..arguments import named
-from ..runtime import runtime
+from ..asked import salted
 from .load import loaded
 
 _approximate: deque[list[int]] = deque(maxlen=64)
@@ -27,11 +27,6 @@ def keep_out(tokens: list[int]) -> None:
 def keep_out_decoded(cache: list[Any]) -> None:
     """Keep this one prompt cache out: decoding left another state in it than prefill would."""
     _decoded.append(id(cache))
-
-
-def salted() -> bool:
-    """Whether each API key has a cache of its own; the host's has no such thing and is not used."""
-    return runtime().settings.salt == "api-key"
 
 
 def checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -7,7 +7,6 @@ itself carries along (``GenerationContext.prompt``) until the usage is written.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,15 +17,16 @@ import mlx.core as mx
 from ...patching.guard import is_on, shield
 from ...prefill.memory import PromptTooLarge, Reservation
 from ..arguments import named, replaced
+from ..asked import options_of
+from ..asked import salt_of as _salt
 from ..counting import Outcome
 from ..pilot import Chat, prepare
 from ..quantised import AnySequence
-from ..runtime import runtime
 from ..seeing import note, place_of
 from ..session import Hit
 from .load import loaded
 from .messages import boundaries
-from .signs import PROGRESS_HEADER, Signs
+from .signs import Signs
 
 _local = threading.local()
 
@@ -83,14 +83,6 @@ def refused() -> bool:
     return was
 
 
-def _salt(headers: Any) -> str:
-    chosen = runtime().settings.salt
-    if chosen != "api-key":
-        return chosen
-    key = headers.get("Authorization") or headers.get("x-api-key") or ""
-    return hashlib.sha256(key.encode()).hexdigest() if key else ""
-
-
 def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """``ResponseGenerator.generate(request, generation_args, progress_callback)``: handler thread."""
     handler, signs = getattr(_local, "handler", None), None
@@ -98,7 +90,8 @@ def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         given = named(wrapped, args, kwargs)
         asked = Asked()
         if handler is not None:
-            asked = Asked(_salt(handler.headers), _options(handler))
+            headers, body = handler.headers, getattr(handler, "body", None)
+            asked = Asked(_salt(headers), options_of(body, headers))
         request = given["request"]
         if instance._is_distributed:
             _leave_here(request)
@@ -142,16 +135,6 @@ def _leave_here(request: Any) -> None:
     """Drop what must not travel to the other ranks with the request."""
     for name in [name for name in vars(request) if name.startswith("thunder_")]:
         delattr(request, name)
-
-
-def _options(handler: Any) -> dict[str, Any]:
-    """The request's own ``thunder`` object, and what its headers say of it."""
-    body = getattr(handler, "body", None)
-    options = body.get("thunder") if isinstance(body, dict) else None
-    options = dict(options) if isinstance(options, dict) else {}
-    if handler.headers.get(PROGRESS_HEADER) in ("1", "true"):
-        options["progress"] = True
-    return options
 
 
 def tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -8,8 +8,6 @@ from typing import Any
 
 from ...prefill.progress import Progress, Ticker, chunk, comment
 
-PROGRESS_HEADER = "X-Thunder-Progress"
-
 
 class Signs:
     """The progress of one streamed answer, written from a timer until its first token.
