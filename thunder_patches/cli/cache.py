@@ -35,9 +35,9 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(
         help="Look into the cache folder, check it, clear it.", no_args_is_help=True
     )
+    group.command("ls")(list_prefixes)
     for command in (stat, verify, clear):
         group.command()(command)
-    group.command("ls")(list_prefixes)
     explain.register(group)
     named.register(group)
     app.add_typer(group, name="cache")
@@ -185,7 +185,10 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete everything cached. A running server goes on, and computes anew."""
+    """Delete everything cached, what named caches keep included.
+
+    A running server goes on, and computes anew.
+    """
     root = _root()
     records = audit.records(root)
     if not records and not root.is_dir():
