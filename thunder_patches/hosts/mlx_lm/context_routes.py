@@ -19,11 +19,11 @@ from ...handoff.refusal import Refused
 from ...handoff.transfer import export, take_in
 from ...observe.routes import Answer, as_json
 from ...patching.guard import shield
+from ..asked import salt_of
 from ..handoff import Order, allow, shelf
 from ..making import Making, Pending, build, pendings
 from ..recents import Recent, recents
 from ..runtime import runtime
-from .requests import _salt as salt_of
 from .routes import send
 
 FILE = "application/octet-stream"

@@ -11,6 +11,7 @@ from ...observe.routes import as_json
 from ...patching.guard import shield
 from ...pilot.boundaries import unknown
 from ..arguments import named, replaced
+from ..asked import options_of, salt_of
 from ..joining import Template
 from ..making import Making, fed
 from ..recents import Recent, recents
@@ -19,8 +20,6 @@ from .host_cache import keep_out
 from .load import loaded
 from .messages import follower, renderer
 from .requests import Prompt, current
-from .requests import _options as options_of
-from .requests import _salt as salt_of
 from .routes import send
 
 
@@ -58,7 +57,7 @@ def handle_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
 
 
 def _asks(handler: Any) -> bool:
-    options = options_of(handler)
+    options = options_of(handler.body, handler.headers)
     return options.get("handoff") is not None or options.get("cache") is not None
 
 
@@ -80,7 +79,7 @@ def _use(handler: Any, request: Any) -> Use | None:
     Raises:
         Refused: nothing may be used, and there is no text in its place.
     """
-    wanted = Wanted.of(options_of(handler))
+    wanted = Wanted.of(options_of(handler.body, handler.headers))
     if wanted is None:
         return None
     chat = request.request_type == "chat"
