@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -122,10 +123,11 @@ def play(model: Path, text: str, tokens: int, precision: str | None) -> dict[str
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end with it
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--words", type=int, default=900, help="of the text that is read")
-    parser.add_argument("--tokens", type=int, default=24, help="of each answer")
+    parser.add_argument("--words", type=int, default=400, help="of the text that is read")
+    parser.add_argument("--tokens", type=int, default=16, help="of each answer")
     options = parser.parse_args()
     if options.model is None:
         from thunder_patches.cli._play.model import small_model
