@@ -195,6 +195,17 @@ def test_status_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (told["host"], told["processes"], told["version"]) == (None, [], __version__)
 
 
+def test_status_shows_text_that_looks_like_colour(
+    server: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    told = report.status() | {"process": {"pid": 1, "started": 1.0}, "problems": ["[/red] a"]}
+    told["features"] = {"[bold]b": {"state": "failed", "reason": "KeyError: [/c]"}}
+    monkeypatch.setattr(report, "live_processes", lambda _: [told])
+    assert cli.main(["status"]) == 0
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("[/red] a", "[bold]b", "KeyError: [/c]"))
+
+
 def test_status_of_one_process(server: Path) -> None:
     assert json.loads(run("status", "--json", "--pid", str(os.getpid())).stdout)["host"]
     done = run("status", "--pid", "1")

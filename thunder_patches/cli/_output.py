@@ -15,10 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 PIPED_WIDTH = 140
 
 
-def console() -> Console:
-    """Standard output: the terminal's width, or one that leaves lines whole in a file or pipe."""
+def console(*, markup: bool = False) -> Console:
+    """Standard output: the terminal's width, or one that leaves lines whole in a file or pipe.
+
+    markup: whether ``[red]`` in a text is a colour; a text that isn't ours may hold such by chance.
+    """
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(highlight=False, width=None if known else PIPED_WIDTH)
+    return Console(highlight=False, markup=markup, width=None if known else PIPED_WIDTH)
 
 
 def tell(value: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from thunder_patches import __version__
@@ -152,7 +153,7 @@ def _conditions(duel: Duel) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any]) -> None:
-    out = console()
+    out = console(markup=True)
     conditions, answers = result["conditions"], result["answers"]
     out.print(
         f"{conditions['model']}: {conditions['repetitions']} repetitions, servers "
@@ -185,7 +186,7 @@ def _show(result: dict[str, Any]) -> None:
             f"{answers['stock_differs_from_itself']:.1e})"
         )
     for problem in answers["problems"]:
-        out.print(f"[red]differs[/red]: {problem}", soft_wrap=True)
+        out.print(f"[red]differs[/red]: {escape(problem)}", soft_wrap=True)
 
 
 def _range(spread: dict[str, float], form: Callable[[float], str]) -> str:

@@ -294,7 +294,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _show(findings: list[Finding]) -> None:
-    out = console()
+    out = console(markup=True)
     width = max(len(finding.about) for finding in findings)
     for finding in findings:
         colour = _COLOURS[finding.level]
