@@ -117,6 +117,16 @@ def test_orders() -> None:
         Order.of({"messages": READ, "precision": "int8"}, "base")
 
 
+def test_what_may_follow() -> None:
+    wanted = Wanted("handoff", "x", None)
+    Use(wanted, NEXT).check_after(chat=True)
+    Use(wanted, "text").check_after(chat=False)
+    for after, chat in (("text", True), ([*NEXT, "x"], True), (None, True), (["x"], False)):
+        with pytest.raises(Refused) as caught:
+            Use(wanted, after).check_after(chat=chat)
+        assert caught.value.status == 400
+
+
 def test_the_text_in_a_contexts_place() -> None:
     """It stands before the request's own messages, after what the system says."""
     wanted = Wanted.of({"handoff": "x", "fallback_text": "story"})

@@ -136,6 +136,15 @@ class Use:
             if expected != found:
                 raise Refused(409, "layout", f"{what}: expected {field_} {expected}, found {found}")
 
+    def check_after(self, chat: bool) -> None:
+        """Raises:
+        Refused: 400, what is to follow the context is no list of messages, or no text.
+        """
+        after = self.after
+        fits = isinstance(after, list) and all(isinstance(m, dict) for m in after)
+        if not (fits if chat else isinstance(after, str)):
+            raise Refused(400, "request", f"expected {'messages' if chat else 'a text as prompt'}")
+
     def messages(self) -> list[Message]:
         """The chat's messages from its very beginning."""
         text = self.wanted.fallback_text

@@ -84,6 +84,7 @@ def _use(handler: Any, request: Any) -> Use | None:
         return None
     chat = request.request_type == "chat"
     use = Use(wanted, request.messages if chat else request.prompt)
+    use.check_after(chat)
     try:
         if handler.response_generator._is_distributed:
             raise Refused(409, "distributed", "contexts are not supported over several ranks")

@@ -66,7 +66,7 @@ async def _chat(host: App, scope: Scope, receive: Receive, send: Send) -> None:
     refusal: Refused | None = None
     told: _Told | None = None
     with shield("contexts", "start") as guarded:
-        said = json.loads(body)
+        said = _parsed(body)
         if isinstance(said, dict) and isinstance(said.get("messages"), list):
             salt = salt_of(Headers(scope=scope))
             try:
@@ -99,6 +99,7 @@ async def _use(host: App, scope: Scope, said: dict[str, Any], salt: str) -> Use 
     if wanted is None:
         return None
     use = Use(wanted, said["messages"])
+    use.check_after(chat=True)
     try:
         use.context = await asyncio.to_thread(wanted.find, salt)
         use.check_form(chat=True)
@@ -297,11 +298,16 @@ async def _whole(receive: Receive) -> bytes:
             return bytes(body)
 
 
-async def _object(receive: Receive) -> dict[str, Any]:
+def _parsed(body: bytes) -> Any:
+    """The JSON of a body; None for what the host will refuse by itself."""
     try:
-        body = json.loads(await _whole(receive))
-    except ValueError as error:
-        raise Refused(400, "request", f"expected JSON: {error}") from error
+        return json.loads(body)
+    except ValueError:
+        return None
+
+
+async def _object(receive: Receive) -> dict[str, Any]:
+    body = _parsed(await _whole(receive))
     if not isinstance(body, dict):
         raise Refused(400, "request", "expected a JSON object")
     return body
