@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import random
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.harness.compare import assert_same, differences
 from tests.harness.fleet import Fleet
 from tests.harness.models import Model, text_of
 from tests.harness.server import Server
+from tests.hosts.omlx.serving import NAME
 
 __all__ = [
     "test_a_prompt_cut_short",
@@ -65,6 +67,27 @@ def test_c8_failure_inside(fleet: Fleet, model: Model, seed: int, chunked: bool)
     served(fleet, server, model, args=SMALL_CHUNKS, prompt=third, cached=range(99, 104))
     again = served(fleet, server, model, args=SMALL_CHUNKS, prompt=long, cached=250)
     assert_same(retry, again)
+
+
+def test_c7_cancelled_prefill(fleet: Fleet, full: Model, seed: int) -> None:
+    """The client hangs up in the fifth of eleven chunks and asks again: finished ones are reused."""
+    server = fleet.server(full, args=SMALL_CHUNKS)
+    server.may_fail = True
+    served(fleet, server, full, args=SMALL_CHUNKS, prompt=text_of(20, seed + 1))
+    prompt = text_of(250, seed)
+    server.inject(after=4, sleep=6.0)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    body = {"model": NAME, "prompt": prompt, "stream": True}
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    answer = connection.getresponse()
+    fault = server.trace_file.with_name(server.trace_file.name + ".fault")
+    wait_for(lambda: not fault.exists(), "the fifth chunk")
+    answer.close()
+    connection.close()
+    wait_for(lambda: "Prefill interrupted" in server.log(), "the host to notice")
+    served(fleet, server, full, args=SMALL_CHUNKS, prompt=prompt, cached=range(90, 200))
 
 
 def test_c16_parallel(fleet: Fleet, model: Model, seed: int) -> None:
