@@ -1,7 +1,7 @@
 """Three agents pass a context on: as text, by handoff, and by handoff in 8 bits.
 
     pip install 'thunder-patches[demo]' openai
-    python examples/three_agents.py [--model FOLDER] [--words N] [--tokens N]
+    python -m thunder_patches.cli.three_agents [--model FOLDER] [--words N] [--tokens N]
 
 A researcher reads a long text and answers; a writer goes on from there on a *second* server; an editor
 goes on from the writer's answer on the first one again. With text, each server reads all of it. With a
