@@ -71,7 +71,7 @@ class Server:
     def hand_over(self, response: Any, precision: str) -> dict[str, Any]:
         url = f"http://127.0.0.1:{self.port}/thunder/handoff"
         body = {"request": response.id, "precision": precision}
-        return self.client.post(url, cast_to=dict, body=body)  # type: ignore[return-value]
+        return self.client.post(url, cast_to=dict, body=body)
 
     def memory(self) -> int:
         return psutil.Process(self.process.pid).memory_info().rss
