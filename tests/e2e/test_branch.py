@@ -42,6 +42,16 @@ def test_a_prompt_cut_short(fleet: Fleet, model: Model, kind: str, seed: int) ->
     served(fleet, server, model, prompt=_join(words), cached=range(checkpoint, 401))
 
 
+def test_one_token_more(fleet: Fleet, model: Model, seed: int) -> None:
+    """What is known ends one token before the part that the host runs as a decode step."""
+    server = fleet.shared(model)
+    words = text_of(303, seed).split()
+    served(fleet, server, model, prompt=_join(words[:300]), cached=MISS)
+    for length in (301, 302, 303):
+        answer = served(fleet, server, model, prompt=_join(words[:length]))
+        assert answer.cached_tokens is not None and answer.cached_tokens >= STRIDE
+
+
 def test_c4_growing_chat(fleet: Fleet, model: Model, kind: str, seed: int) -> None:
     """Six turns; older thinking is dropped by the template; answers re-tokenise differently."""
     server = fleet.shared(model)

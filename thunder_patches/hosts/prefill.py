@@ -51,6 +51,11 @@ class Prefill:
         scratch = self.plan.predicted(SMALLEST, tokens)
         return memory_guard().admit(tokens, min(answer, ANSWER_ROOM), 0, self.kv_bytes, scratch)
 
+    def held(self, reservation: Reservation | None, tokens: int) -> None:
+        """KV state of ``tokens`` more of a prompt's tokens is there now, and no longer to come."""
+        if reservation is not None and self.kv_bytes is not None:
+            memory_guard().allocated(reservation, tokens, self.kv_bytes)
+
     def size(self, context: int, left: int) -> int:
         """Tokens of the next piece of a chunk.
 

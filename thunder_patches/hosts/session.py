@@ -213,20 +213,17 @@ class Sequence:
             fit: the largest position, not beyond a given one, at which a prefix may be gone on from.
         """
         store, session = self.session.runtime.store, self.session
+        # From there one prompt token would be run alone before the last one: a decode step.
+        barred = -1 if session.exact_decode else len(self) - 2
+
+        def reach(position: int) -> int:
+            position = fit(position if limit is None else min(position, limit))
+            return position - 1 if position == barred else position
+
         for _ in range(_ATTEMPTS):
-            found = plan(
-                store,
-                self.keys,
-                self.root,
-                self.tokens,
-                session.block_tokens,
-                cuttable=session.cuttable,
-                want_full=full and session.can_skip,
-                resume_from_end=session.exact_decode and session.cut_anywhere,
-            )
+            found = self._plan(len(self), full and session.can_skip)
             if not found.full:
-                reach = found.position if limit is None else min(found.position, limit)
-                found = self._fitted(found, fit(reach))
+                found = self._fitted(found, reach)
                 if found.position <= longer_than:
                     return None
             store.touch([piece.key for piece in found.pieces], self.stamp)
@@ -238,13 +235,26 @@ class Sequence:
                 )
         return None
 
-    def _fitted(self, found: Plan, position: int) -> Plan:
-        if position == found.position:
-            return found
-        if not self.session.cuttable:
-            return Plan()
-        blocks = tuple(piece for piece in found.blocks if piece.start < position)
-        return replace(found, position=position, blocks=blocks, snapshot=None, partial=None)
+    def _plan(self, length: int, full: bool) -> Plan:
+        session = self.session
+        return plan(
+            session.runtime.store,
+            self.keys[: length // session.block_tokens],
+            self.root,
+            self.tokens[:length],
+            session.block_tokens,
+            cuttable=session.cuttable,
+            want_full=full,
+            resume_from_end=session.exact_decode and session.cut_anywhere,
+        )
+
+    def _fitted(self, found: Plan, reach: Callable[[int], int]) -> Plan:
+        while (position := reach(found.position)) != found.position:
+            if self.session.cuttable:
+                blocks = tuple(piece for piece in found.blocks if piece.start < position)
+                return replace(found, position=position, blocks=blocks, snapshot=None, partial=None)
+            found = self._plan(position + 1, False)
+        return found
 
     def fit(self, position: int, caches: Seq[Any]) -> int:
         """The largest position, not beyond this one, at which the host's own caches are exact."""

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...patching.guard import is_on, shield
+from ...prefill.memory import Reservation
 from ..arguments import named, replaced
 from ..quantised import AnySequence
 from ..runtime import runtime
@@ -33,6 +34,8 @@ class Row:
     """Tokens that the host counts for this row once the first step is done."""
     begun: Callable[[], None] | None = None
     """Called once, when the first token of the answer is there."""
+    reservation: Reservation | None = None
+    """Memory that this row's prompt has still to fill."""
 
 
 _rows: dict[int, Row] = {}
@@ -53,7 +56,8 @@ def _claim(given: dict[str, Any]) -> Row | None:
     prompt = current()
     if prompt is None or prompt.sequence is None:
         return None
-    return Row(prompt.sequence, prompt.hit.logits if prompt.hit is not None else None)
+    logits = prompt.hit.logits if prompt.hit is not None else None
+    return Row(prompt.sequence, logits, reservation=prompt.reservation)
 
 
 def batch_generator_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -103,6 +107,9 @@ def prompt(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         result = wrapped(*args, **kwargs)
         with shield("ssd_cache", "prefill"):
             _store_rows(instance, False)
+        with shield("chunked_prefill", "held"):
+            for i, done in enumerate(tokens):
+                _held(_row(instance, i), len(done))
         return result
     rest = tokens[0]
     while rest:
@@ -112,6 +119,8 @@ def prompt(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         with measured(loaded.prefill, start, size):
             wrapped([rest[:size]])
         rest = rest[size:]
+        with shield("chunked_prefill", "held"):
+            _held(row, size)
         with shield("ssd_cache", "prefill"):
             _store_rows(instance, snapshot)
     return None
@@ -122,6 +131,11 @@ def _store_rows(batch: Any, snapshot: bool) -> None:
         row = _row(batch, i)
         if row is not None and row.logits is None:
             row.sequence.store(batch.prompt_cache, position, row=i, snapshot=snapshot)
+
+
+def _held(row: Row | None, tokens: int) -> None:
+    if row is not None and loaded.prefill is not None:
+        loaded.prefill.held(row.reservation, tokens)
 
 
 def _row(batch: Any, i: int) -> Row | None:

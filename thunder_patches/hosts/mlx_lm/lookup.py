@@ -96,6 +96,8 @@ def _longest(model: Any, tokens: list[int], prompt: Prompt, own: Found, limit: i
     if hit is None:
         return cache, rest
     prompt.hit = hit
+    if loaded.prefill is not None:
+        loaded.prefill.held(prompt.reservation, hit.length)
     skip = "full" if hit.full else "approximate" if hit.approximate else "none"
     skipped = hit.length if hit.reused is None else hit.reused
     prompt.outcome = Outcome(skipped, skip, hit.source)

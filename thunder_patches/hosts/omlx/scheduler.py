@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -110,7 +110,7 @@ def _look_up(scheduler: Any, given: dict[str, Any]) -> _Found | None:
             http.chat.boundaries, sequence.boundaries = found, found.cuts()
     with shield("contexts", "look up"):
         contexts.follow(http, engine, sequence, tokens)
-    hit = sequence.lookup(longer_than=0, full=is_on("skip_logic"), fit=_whole_pieces(sequence))
+    hit = sequence.lookup(longer_than=0, full=is_on("skip_logic"))
     outcome = Outcome()
     if hit is not None:
         outcome = Outcome(hit.length, "full" if hit.full else "none", hit.source)
@@ -122,12 +122,6 @@ def _look_up(scheduler: Any, given: dict[str, Any]) -> _Found | None:
         place = place_of(sequence, len(tokens), http.chat)
         result.row.begun = partial(note, outcome, http.started, http.chat, place)
     return result
-
-
-def _whole_pieces(sequence: Sequence) -> Callable[[int], int]:
-    """Where prefill may go on: not so that it has one token only, which would be a decode step."""
-    barred = 0 if sequence.session.exact_decode else len(sequence) - 2
-    return lambda position: 0 if position == barred else position
 
 
 def _tell(
