@@ -145,3 +145,22 @@ def test_evicted_is_said(fleet: Fleet, full: Model, seed: int) -> None:
         served(fleet, server, full, messages=messages, cached=MISS)
     again = served(fleet, server, full, messages=chats[0], cached=range(200))
     assert "evicted" in miss_of(again)["reason"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_changed_answer_is_said(fleet: Fleet, full: Model, seed: int, stream: bool) -> None:
+    """The next turn brings the model's last answer in other words: that message is named."""
+    server = fleet.shared(full)
+    messages = [{"role": "user", "content": text_of(120, seed)}]
+    if stream:
+        server.stream(messages=messages, max_tokens=16)
+    else:
+        server.chat(messages, max_tokens=16)
+    messages += [
+        {"role": "assistant", "content": text_of(12, seed + 1)},
+        {"role": "user", "content": text_of(12, seed + 2)},
+    ]
+    again = served(fleet, server, full, messages=messages, cached=range(64, 200))
+    miss = miss_of(again)
+    assert (miss["message"], miss["role"]) == (1, "assistant")
+    assert "assistant message 1" in miss["reason"]

@@ -17,7 +17,7 @@ from ..config import default_config_file
 from ..patching.guard import is_on, shield
 from ..pilot.boundaries import Boundaries, unknown
 from ..pilot.explain import Match, Miss, explain
-from ..pilot.fingerprints import request_print
+from ..pilot.fingerprints import RequestPrint, request_print
 from ..pilot.index import Index
 from ..pilot.report import report
 from ..pilot.stabilize import Rules, load_rules, stabilize
@@ -40,6 +40,28 @@ class Chat:
     ushape: str = ""
     boundaries: Boundaries | None = None
     miss: Miss | None = None
+    place: tuple[str, int] | None = None
+    """Salt and number of its entry in the index, once that is made."""
+    answer: dict[str, Any] = field(default_factory=lambda: {"role": "assistant"})
+    """The answer, as far as the client has it."""
+
+    def saw(self, part: Mapping[str, Any]) -> None:
+        """Add a piece of the answer: a whole ``message`` or a ``delta`` of a stream."""
+        for name in ("content", "reasoning"):
+            if part.get(name):
+                self.answer[name] = self.answer.get(name, "") + part[name]
+        if part.get("tool_calls"):
+            self.answer["tool_calls"] = [*self.answer.get("tool_calls", ()), *part["tool_calls"]]
+
+    def answered(self, sequence: AnySequence, prompt: int) -> None:
+        """The answer is whole: remember it, so that a later turn can be compared with it.
+
+        Args:
+            sequence: of the prompt and the answer; prompt: tokens of the former.
+        """
+        tokens = [int(token) for token in sequence.tokens[prompt:]]
+        kept = None if sequence.session.exact_decode else prompt
+        _recorder().submit(_record_answer, self, tokens, kept)
 
     def told(self, outcome: Outcome, total: int) -> dict[str, Any]:
         """``usage.context_pilot`` for a prompt of ``total`` tokens."""
@@ -112,13 +134,24 @@ def looked_up(
     chat.miss = explain(chat.messages, tokens, seen, index(), match, found)
     miss = chat.miss.to_json(text=True) if chat.miss is not None else None
     # Describing new messages takes time, and the generation thread has none.
-    _recorder().submit(_record, seen, chat.messages, list(tokens), found.ends, miss)
+    _recorder().submit(_record, chat, seen, list(tokens), found.ends, miss)
 
 
-def _record(*prompt: Any) -> None:
+def _record(
+    chat: Chat, seen: RequestPrint, tokens: list[int], ends: Sequence[int | None], miss: Any
+) -> None:
     with shield("context_pilot", "record"):
-        index().record(*prompt[:4], miss=prompt[4])
+        number = index().record(seen, chat.messages, tokens, ends, miss=miss)
+        chat.place = (seen.salt, number)
         _save_soon()
+
+
+def _record_answer(chat: Chat, tokens: list[int], kept: int | None) -> None:
+    with shield("context_pilot", "record"):
+        if chat.place is not None:
+            salt, number = chat.place
+            index().answered(salt, number, chat.answer, tokens, kept)
+            _save_soon()
 
 
 @cache

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from ..cache.losses import Lost
 from ..tensors.layers import holds
-from .session import Hit, Sequence, Session
+from .session import Hit, Sequence, Session, Tokens
 
 
 class QuantisedSession:
@@ -56,6 +56,10 @@ class QuantisedSequence:
 
     def __len__(self) -> int:
         return len(self._plain)
+
+    @property
+    def tokens(self) -> Tokens:
+        return self._plain.tokens
 
     @property
     def boundaries(self) -> tuple[int, ...]:

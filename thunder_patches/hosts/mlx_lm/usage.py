@@ -10,7 +10,19 @@ from .requests import answered
 
 def generate_response(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """``APIHandler.generate_response(...) -> dict``; only whole answers hold a usage."""
-    return _tell(wrapped(*args, **kwargs))
+    response = wrapped(*args, **kwargs)
+    with shield("context_pilot", "answer"):
+        _remember(response["choices"][0])
+    return _tell(response)
+
+
+def _remember(choice: dict[str, Any]) -> None:
+    prompt = answered()
+    if prompt is None or not is_on("context_pilot") or not prompt.asked.chat.messages:
+        return
+    prompt.asked.chat.saw(choice.get("message") or choice.get("delta") or {})
+    if choice.get("finish_reason") and prompt.sequence is not None:
+        prompt.asked.chat.answered(prompt.sequence, len(prompt))
 
 
 def completion_usage_response(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
