@@ -105,11 +105,14 @@ def _empty_cache() -> dict[str, Any]:
     return {"ram": dict(tier), "ssd": dict(tier), "counts": dict.fromkeys(NAMES, 0)}
 
 
+_UNSAID = (State.OFF, State.HOST_HAS_IT)
+
+
 def startup_line(registry: Registry) -> str:
     """``thunder 0.1.0: 7 of 9 features on; prefetch off (THUNDER_PREFETCH=0)``.
 
-    Features that are off by default, and not asked for, neither count nor show; of features that
-    need another one, only that other one shows.
+    Features that are off by default or that the host has itself, and that nobody asked for, neither
+    count nor show; of features that need another one, only that other one shows.
     """
     title = f"thunder {__version__}"
     if not registry.settings.enabled:
@@ -119,7 +122,7 @@ def startup_line(registry: Registry) -> str:
     counted = [
         feature
         for feature in registry.features
-        if verdicts[feature.name].state is not State.OFF or feature.switch in asked
+        if verdicts[feature.name].state not in _UNSAID or feature.switch in asked
     ]
     missing: dict[Verdict, list[str]] = {}
     for feature in counted:
