@@ -19,7 +19,10 @@ LEFT = (OSError, RuntimeError, KeyError, IndexError, AssertionError)
 
 @pytest.mark.one_hybrid
 def test_c7_a_cancelled_prefill_is_kept(fleet: Fleet, model: Model, seed: int) -> None:
-    """The client hangs up after three signs; the finished chunks are reused when it comes back."""
+    """The client hangs up after three signs; the finished chunks are reused when it comes back.
+
+    Of layers that can't be cut that is the state where prefill stopped, wherever that was.
+    """
     args = ("--prefill-step-size", "64")
     server = fleet.server(model, args=args, env={"THUNDER_BLOCK_TOKENS": "64"})
     server.may_fail = True  # the host tells of the broken connection

@@ -85,7 +85,15 @@ def insert_segments(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def remove(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """``BatchGenerator.remove(uids, ...)``: the client went away."""
+    """``BatchGenerator.remove(uids, ...)``: the client went away; what was prefilled for it is kept."""
+    with shield("ssd_cache", "cancelled"):
+        batch, uids = instance._prompt_batch, named(wrapped, args, kwargs)["uids"]
+        for i, uid in enumerate(batch.uids):
+            row, position = _row(batch, i), len(batch.tokens[i])
+            if uid not in uids or row is None or row.logits is not None or not position:
+                continue
+            if row.sequence.session.cut_anywhere:
+                row.sequence.store(batch.prompt_cache, position, row=i, snapshot=True)
     result = wrapped(*args, **kwargs)
     with shield("ssd_cache", "remove"):
         for uid in named(wrapped, args, kwargs)["uids"]:
