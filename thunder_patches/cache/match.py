@@ -76,8 +76,9 @@ def plan(
     keys: the chain of the prompt's full blocks after `root`. cuttable: every layer's rows can be
     cut at any token; otherwise only a snapshot can be resumed. want_full: the caller can go on from
     stored logits, so that the whole prompt may be restored; otherwise, and without stored logits,
-    at least the last token is left to compute. Reads no payload; a piece may still fail to load,
-    which sets it aside, so that planning again gives the next best.
+    at least the last token is left to compute. resume_from_end: the last token of an end snapshot
+    is as prefill would leave it, so that a longer prompt may go on after it. Reads no payload; a
+    piece may still fail to load, which sets it aside, so that planning again gives the next best.
     """
     prompt = _Prompt(keys, root, token_bytes(tokens), len(tokens), block_tokens, want_full,
                      resume_from_end)  # fmt: skip
@@ -142,6 +143,8 @@ def _plan_rows(store: Lookup, prompt: _Prompt, matched: int) -> Plan:
         blocks = prompt.blocks(matched, base)
         return Plan(prompt.length, blocks, _snapshot_piece(prompt, base, exact), None, True)
     reach = exact.tail_length if exact is not None else 0
+    if exact is not None and exact.end and not prompt.resume_from_end:
+        reach -= 1  # its last row was decoded
     limit = prompt.length - 1
     partial = None
     if base + reach < limit:
@@ -201,7 +204,10 @@ def _longest_partial(
         header = store.header(key, parent, kind)
         if header is None or header.start != base:
             continue
-        common = _common(rest, np.frombuffer(header.tokens, dtype="<i8"))
+        held = np.frombuffer(header.tokens, dtype="<i8")
+        if header.end and not prompt.resume_from_end:
+            held = held[:-1]
+        common = _common(rest, held)
         if common > reach:
             reach = common
             best = Piece(kind, key, parent, base, header.tokens, common)

@@ -158,11 +158,10 @@ def _hosts(wanted: Settings) -> Iterator[Finding]:
             verdict = registry.verdicts[feature.name]
             yield _judged(feature.name, verdict.state, verdict.reason)
             for patch in registry.patches:
-                if patch.feature == feature.name:
+                if patch.feature == feature.name and verdict.state is not State.OFF:
                     judged = registry.patch_verdicts[patch.id]
-                    fine = verdict.state is State.OFF or judged.state is State.PENDING
                     yield Finding(
-                        "ok" if fine else "note",
+                        "ok" if judged.state is State.PENDING else "note",
                         f"  {patch.target}",
                         _words(judged.state, judged.reason if judged != verdict else ""),
                     )

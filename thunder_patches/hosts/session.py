@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -250,9 +250,6 @@ class Sequence:
 
     def _fitted(self, found: Plan, reach: Callable[[int], int]) -> Plan:
         while (position := reach(found.position)) != found.position:
-            if self.session.cuttable:
-                blocks = tuple(piece for piece in found.blocks if piece.start < position)
-                return replace(found, position=position, blocks=blocks, snapshot=None, partial=None)
             found = self._plan(position + 1, False)
         return found
 

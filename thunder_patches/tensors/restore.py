@@ -69,6 +69,10 @@ def restore(
         layers.UnsupportedCache, ValueError: when a record does not fit this model's cache.
     """
     last = pieces[-1]
+    if last.start + last.use < length:
+        raise RestoreFailed(
+            f"{length} tokens asked for, {last.start + last.use} are in the records"
+        )
     header = store.header(last.key, last.parent, last.kind)
     if header is None:
         raise RestoreFailed("the last record has gone")

@@ -25,18 +25,17 @@ from .routes import send
 
 def load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """``ModelProvider._load``: nothing of ours may hold on to the model that goes."""
-    recents.forget()
+    with shield("contexts", "load"):
+        recents.forget()
     return wrapped(*args, **kwargs)
 
 
 def handle_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """``APIHandler.handle_completion(request, stop_words)``: put the context's messages before its own."""
-    instance.thunder_use = None
-    if instance.response_generator._is_distributed and not _asks(instance):
-        return wrapped(*args, **kwargs)
     recent = None
     refusal: Refused | None = None
     with shield("contexts", "start") as guarded:
+        instance.thunder_use = None
         request = named(wrapped, args, kwargs)["request"]
         request.thunder_making = getattr(instance, "thunder_making", None)
         try:
@@ -118,10 +117,13 @@ def tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     Raises:
         Refused: the loaded model can't go on from it; the host hands that to the client.
     """
-    given = named(wrapped, args, kwargs)
-    request = given["request"]
-    making: Making | None = getattr(request, "thunder_making", None)
-    use: Use | None = getattr(request, "thunder_use", None)
+    making: Making | None = None
+    use: Use | None = None
+    with shield("contexts", "tokenise"):
+        given = named(wrapped, args, kwargs)
+        request = given["request"]
+        making = getattr(request, "thunder_making", None)
+        use = getattr(request, "thunder_use", None)
     if making is None and use is None:
         return wrapped(*args, **kwargs)
     if use is not None:

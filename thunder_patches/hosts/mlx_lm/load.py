@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ...config import settings
 from ...patching.guard import shield
 from ...tensors.identity import IdentityError, code_of, identify
 from ...tensors.layers import UnsupportedCache, is_cuttable
@@ -57,7 +58,7 @@ def load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         except (IdentityError, NotEligible, UnsupportedCache) as error:
             loaded.reason = str(error)
             log.warning("thunder: no caching for this model: %s", error)
-    if instance.is_distributed and runtime().settings.distributed:
+    if getattr(instance, "is_distributed", False) and settings().distributed:
         _agree()
     return result
 
