@@ -17,6 +17,7 @@ BLOCK = 32
 """Tokens in a block of most test servers: small, so that short prompts have several."""
 
 IDLE_SERVERS = 4
+ERROR_SIGNS = ("Traceback", "There is no Stream", "the request goes on without it")
 NO_HOST_CACHE = ("--prompt-cache-size", "0")
 
 
@@ -129,6 +130,12 @@ class Fleet:
             if server.env.get("THUNDER") != "0" and not server.may_fail:
                 found.append((f"log of {server.folder.name}", text[start:]))
         return found
+
+    def assert_quiet(self) -> None:
+        """Fails where a log tells of an error since the last call."""
+        for name, text in self.new_logs():
+            found = [sign for sign in ERROR_SIGNS if sign in text]
+            assert not found, f"{name}: {found}\n{text[-3000:]}"
 
     def _make(self, model: Model | None, **options: Any) -> Server:
         self._started += 1
