@@ -6,8 +6,9 @@ answer is finished or it is removed. Only the generation thread comes here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +113,8 @@ def prompt(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         tokens = named(wrapped, args, kwargs)["tokens"]
         row = _row(instance, 0) if len(tokens) == 1 and tokens[0] else None
     if row is None:
-        result = wrapped(*args, **kwargs)
+        with _forgotten_on_failure(instance):
+            result = wrapped(*args, **kwargs)
         with shield("ssd_cache", "prefill"):
             _store_rows(instance, False)
         with shield("chunked_prefill", "held"):
@@ -124,7 +126,7 @@ def prompt(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         start, size, snapshot = len(instance.tokens[0]), len(rest), False
         with shield("ssd_cache", "plan"):
             size, snapshot = next_piece(row.sequence, loaded.prefill, start, len(rest))
-        with measured(loaded.prefill, start, size):
+        with measured(loaded.prefill, start, size), _forgotten_on_failure(instance):
             wrapped([rest[:size]])
         rest = rest[size:]
         with shield("chunked_prefill", "held"):
@@ -132,6 +134,17 @@ def prompt(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         with shield("ssd_cache", "prefill"):
             _store_rows(instance, snapshot)
     return None
+
+
+@contextmanager
+def _forgotten_on_failure(batch: Any) -> Iterator[None]:
+    """The host counts a chunk's tokens before it computes them: after a failure no count is right."""
+    try:
+        yield
+    except BaseException:
+        for uid in batch.uids:
+            _rows.pop(uid, None)
+        raise
 
 
 def _store_rows(batch: Any, snapshot: bool) -> None:
