@@ -1,26 +1,46 @@
 """Waits for the hosts' modules: finds nothing itself, asks the other finders, and arms the host's
 trigger once the module has run. Standard library only; what patches is imported when a server
 starts.
+
+The finder that comes here stands in thunder_patches.pth, or, where Python reads ``.start`` files in
+its place, is put there by `start`.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from thunder_patches import HostFinder
-
-# The modules waited for, each with its host.
-_waiting = {"mlx_lm.server": "mlx_lm", "omlx.server": "omlx"}
-if "mlx_lm.server" in sys.orig_argv:
-    # `python -m` runs the server as __main__, so that its name is never imported. It is reached
-    # through a module that it imports.
-    _waiting["mlx_lm.models.cache"] = "mlx_lm"
+# The modules waited for, each with its host; none with ``THUNDER=0``.
+_waiting: dict[str, str] = {}
+if os.environ.get("THUNDER", "").strip().lower() not in ("0", "false", "off", "no"):
+    _waiting |= {"mlx_lm.server": "mlx_lm", "omlx.server": "omlx"}
+    if "mlx_lm.server" in sys.orig_argv:
+        # `python -m` runs the server as __main__, so that its name is never imported. It is
+        # reached through a module that it imports.
+        _waiting["mlx_lm.models.cache"] = "mlx_lm"
 
 _asking: set[str] = set()
+
+
+class HostFinder:
+    """The finder, where there is no thunder_patches.pth to bring it."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return find(name, path, target)
+
+
+def start() -> None:
+    """Wait for the hosts. Calling it again does nothing."""
+    if HostFinder.__name__ not in [getattr(finder, "__name__", "") for finder in sys.meta_path]:
+        sys.meta_path.insert(0, HostFinder)
 
 
 def find(name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
@@ -30,7 +50,7 @@ def find(name: str, path: Sequence[str] | None, target: ModuleType | None) -> Mo
     _asking.add(name)
     try:
         for finder in list(sys.meta_path):
-            ask = None if finder is HostFinder else getattr(finder, "find_spec", None)
+            ask = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = ask(name, path, target) if ask else None
             if spec is not None:
                 _shadow_loader(spec)

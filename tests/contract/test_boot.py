@@ -16,6 +16,7 @@ from tests.contract.conftest import ROOT, Environment, make
 FINDERS = (
     "import sys; print(sum(getattr(f, '__name__', '') == 'HostFinder' for f in sys.meta_path))"
 )
+COVERED = "import mlx_lm.server as s; print(hasattr(s.LRUPromptCache.__init__, '_thunder_trigger'))"
 MODULES = "import sys; print(*sorted(sys.modules))"
 
 LOOK = """
@@ -55,6 +56,9 @@ def test_start_files_are_placed(environment: Environment) -> None:
     module, _, function = start.partition(":")
     call = f"import {module} as m; print(callable(m.{function}))"
     assert environment.says(call) == "True"
+    # Python reads one or the other.
+    alone = f"import sys; sys.meta_path.pop(0); import {module} as m; m.{function}(); "
+    assert environment.says(alone + COVERED) == "True"
 
 
 def test_compat_is_found(environment: Environment) -> None:
@@ -76,12 +80,13 @@ def test_none_without_the_package(bare: Environment) -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "off", "False"])
-def test_none_when_switched_off(environment: Environment, value: str) -> None:
-    assert environment.says(FINDERS, env={"THUNDER": value}) == "0"
+def test_nothing_is_covered_when_switched_off(environment: Environment, value: str) -> None:
+    assert environment.says(COVERED, env={"THUNDER": value}) == "False"
+    assert environment.says(COVERED, env={"THUNDER": "1"}) == "True"
 
 
 def test_installing_again_adds_nothing(environment: Environment) -> None:
-    again = "import thunder_patches as t; t.start(); t.start(); " + FINDERS
+    again = "from thunder_patches import boot; boot.start(); boot.start(); " + FINDERS
     assert environment.says(again) == "1"
 
 
@@ -105,11 +110,19 @@ def test_uninstalling_leaves_nothing(tmp_path: Path, wheel: Path, kind: str) -> 
     assert not [file.name for file in gone.site.iterdir() if "thunder" in file.name]
 
 
-def test_nothing_but_the_package_s_first_file_is_loaded(
-    environment: Environment, bare: Environment
-) -> None:
+def test_no_module_is_loaded(environment: Environment, bare: Environment) -> None:
     added = set(environment.says(MODULES).split()) - set(bare.says(MODULES).split())
-    assert added == {"thunder_patches"}
+    assert added == set()
+
+
+def test_a_torn_installation_leaves_the_host_alone(from_wheel: Environment) -> None:
+    boot = from_wheel.site / "thunder_patches" / "boot.py"
+    text = boot.read_text()
+    boot.write_text("import nothing_of_that_name\n")
+    try:
+        assert from_wheel.says("import mlx_lm.server as s; print(s.__name__)") == "mlx_lm.server"
+    finally:
+        boot.write_text(text)
 
 
 def test_an_unrelated_process_says_nothing(environment: Environment) -> None:
