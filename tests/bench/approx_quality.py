@@ -97,12 +97,14 @@ class Cases:
         raise RuntimeError(f"no edit of {agent.name}'s prompt stays within one block")
 
     def _block(self, before: str, after: str) -> int | None:
-        """The one block in which the texts differ, if it is in the middle."""
+        """The one block in which the texts differ, if it is in the middle and 95 % are known."""
         old, new = (self.tokenizer.encode(text) for text in (before, after))
         if len(old) != len(new):
             return None
         blocks = {i // BLOCK for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b}
         last = len(new) // BLOCK - 1
+        if (len(new) - 1) // BLOCK - 1 < 0.95 * (last + 1):
+            return None
         one = blocks.pop() if len(blocks) == 1 else 0
         return one if 0 < one < last - 1 else None
 

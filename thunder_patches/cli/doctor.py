@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from thunder_patches import HostFinder, __version__, config
+from thunder_patches import __version__, config
 from thunder_patches.config import Settings
 from thunder_patches.patching import compat, host, report
 from thunder_patches.patching.patch import State
@@ -89,7 +89,7 @@ def _start(wanted: Settings) -> Iterator[Finding]:
     if not wanted.enabled:
         said = wanted.sources["enabled"]
         yield Finding("warning", "start", f"everything is off: {said}", "take that setting away")
-    elif HostFinder in sys.meta_path:
+    elif any(getattr(finder, "__name__", "") == "HostFinder" for finder in sys.meta_path):
         yield Finding("ok", "start", "starts with this environment's Python")
     else:
         yield Finding(
