@@ -269,6 +269,31 @@ def test_answer_as_other_tokens() -> None:
     assert run.send([*BASE, changed, BASE[1]]).code == "answer_edited"
 
 
+def test_thinking_in_an_answer() -> None:
+    """Dropped by the client, by the template, and by a host that did not show it to anyone."""
+    text = {"role": "assistant", "content": "In write(), which flushes the block and renames it."}
+    thought = {**text, "reasoning_content": "The user asks for the place, so I look it up first."}
+    wrote = f"{thought['reasoning_content']}\n</think>\n\n{text['content']}<|im_end|>\n"
+
+    def said(shown: dict[str, str], back: dict[str, str], wrote: str, **variables: Any) -> Miss:
+        run = Run("qwen3", **variables)
+        run.send(BASE, answer=(shown, wrote))
+        miss = run.send([*BASE, back, BASE[1]])
+        assert miss is not None and miss.message == len(BASE)
+        return miss
+
+    for variables, start in (({"thinking": True}, ""), ({}, "<think>\n")):
+        miss = said(thought, text, start + wrote, **variables)
+        assert miss.code == "thinking_dropped" and miss.reason.endswith(": thinking was dropped")
+        miss = said(thought, thought, start + wrote, **variables)
+        assert miss.code == "thinking_dropped" and miss.reason.endswith("by the template")
+    miss = said(text, text, wrote, thinking=True)
+    assert miss.code == "thinking_dropped" and "that its prompt opened" in miss.reason
+    spaced = {**text, "content": "\n" + text["content"]}
+    miss = said(thought, spaced, wrote, thinking=True)
+    assert miss.code == "thinking_dropped"  # and not the white space
+
+
 def test_tool_calls() -> None:
     run = Run()
     run.send(AGENT, TOOLS)

@@ -6,9 +6,9 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ..config import default_config_file
 from ..patching.guard import is_on, shield
 from ..pilot.boundaries import Boundaries, unknown
 from ..pilot.explain import Match, Miss, explain
-from ..pilot.fingerprints import RequestPrint, request_print
+from ..pilot.fingerprints import RequestPrint, digest, request_print
 from ..pilot.index import Index
 from ..pilot.report import report
 from ..pilot.stabilize import Rules, load_rules, stabilize
@@ -29,6 +29,9 @@ from .runtime import runtime
 _SAVE_AFTER = 5.0
 """Seconds after which a change of the index reaches its file."""
 
+Parts = Iterable[Mapping[str, Any]]
+"""An answer in pieces: one whole ``message`` of a chat, or the ``delta``s of a stream."""
+
 
 @dataclass
 class Chat:
@@ -38,30 +41,27 @@ class Chat:
     tools: Any = None
     stabilized: tuple[str, ...] = ()
     ushape: str = ""
+    seen: RequestPrint = field(default_factory=lambda: request_print([], model=""))
+    """What it looks like, but for the model and the salt."""
     boundaries: Boundaries | None = None
     miss: Miss | None = None
+    sequence: AnySequence | None = None
+    """The prompt's, once it was looked up; the answer's tokens come after it."""
+    prompt: int = 0
+    """Tokens of the prompt."""
     place: tuple[str, int] | None = None
     """Salt and number of its entry in the index, once that is made."""
-    answer: dict[str, Any] = field(default_factory=lambda: {"role": "assistant"})
-    """The answer, as far as the client has it."""
 
-    def saw(self, part: Mapping[str, Any]) -> None:
-        """Add a piece of the answer: a whole ``message`` or a ``delta`` of a stream."""
-        for name in ("content", "reasoning"):
-            if part.get(name):
-                self.answer[name] = self.answer.get(name, "") + part[name]
-        if part.get("tool_calls"):
-            self.answer["tool_calls"] = [*self.answer.get("tool_calls", ()), *part["tool_calls"]]
-
-    def answered(self, sequence: AnySequence, prompt: int) -> None:
-        """The answer is whole: remember it, so that a later turn can be compared with it.
+    def answered(self, read: Callable[[], Parts]) -> None:
+        """The client has all of the answer: remember it, so that a later turn can be compared with it.
 
         Args:
-            sequence: of the prompt and the answer; prompt: tokens of the former.
+            read: gives the answer, on a thread of ours; nothing where it is not whole.
         """
-        tokens = [int(token) for token in sequence.tokens[prompt:]]
-        kept = None if sequence.session.exact_decode else prompt
-        _recorder().submit(_record_answer, self, tokens, kept)
+        if self.sequence is not None and self.messages:
+            tokens = [int(token) for token in self.sequence.tokens[self.prompt :]]
+            kept = None if self.sequence.session.exact_decode else self.prompt
+            _recorder().submit(_record_answer, self, read, tokens, kept)
 
     def told(self, outcome: Outcome, total: int) -> dict[str, Any]:
         """``usage.context_pilot`` for a prompt of ``total`` tokens."""
@@ -79,16 +79,25 @@ class Chat:
         return told | ({"lossy": outcome.lossy} if outcome.lossy else {})
 
 
-def prepare(messages: Any, tools: Any, options: Mapping[str, Any]) -> tuple[Chat, Any, Any]:
+def prepare(
+    messages: Any,
+    tools: Any,
+    options: Mapping[str, Any],
+    variables: Mapping[str, Any] | None = None,
+) -> tuple[Chat, Any, Any]:
     """Note a request's messages, and bring them into the forms that were asked for.
 
     Args:
         messages, tools: of the request; not changed. options: its own ``thunder`` object.
+        variables: further ones that its template gets.
 
     Returns:
         the notes, and the messages and tools to go on with (the same objects where nothing was asked for).
     """
     chat = Chat(copy.deepcopy(messages), tools)
+    with shield("context_pilot", "describe"):
+        if is_on("context_pilot"):
+            chat.seen = request_print(chat.messages, model="", tools=tools, variables=variables)
     with shield("stabilize"):
         if is_on("stabilize") or options.get("stabilize"):
             stable = stabilize(messages, tools, _rules())
@@ -111,7 +120,6 @@ def looked_up(
     salt: str,
     grain: int,
     sequence: AnySequence | None = None,
-    variables: Mapping[str, Any] | None = None,
 ) -> None:
     """Explain a look-up's result, then remember the prompt for later ones.
 
@@ -119,9 +127,8 @@ def looked_up(
         grain: tokens between two places where this model's state can be resumed.
         sequence: the prompt's, which knows what the store has lost of it.
     """
-    seen = request_print(
-        chat.messages, model=model, salt=salt, tools=chat.tools, variables=variables
-    )
+    chat.sequence, chat.prompt = sequence, len(tokens)
+    seen = replace(chat.seen, model=model, salt=digest("salt", salt))
     found = chat.boundaries or unknown("no chat", len(chat.messages), len(tokens))
     lost = sequence.lost_at(outcome.cached_tokens) if sequence is not None else None
     match = Match(
@@ -146,12 +153,27 @@ def _record(
         _save_soon()
 
 
-def _record_answer(chat: Chat, tokens: list[int], kept: int | None) -> None:
+def _record_answer(
+    chat: Chat, read: Callable[[], Parts], tokens: list[int], kept: int | None
+) -> None:
     with shield("context_pilot", "record"):
-        if chat.place is not None:
+        parts = list(read())
+        if chat.place is not None and parts:
             salt, number = chat.place
-            index().answered(salt, number, chat.answer, tokens, kept)
+            index().answered(salt, number, joined(parts), tokens, kept)
             _save_soon()
+
+
+def joined(parts: Parts) -> dict[str, Any]:
+    """The answer's pieces as the message that a client sends back."""
+    answer: dict[str, Any] = {"role": "assistant"}
+    for part in parts:
+        for name in ("content", "reasoning", "reasoning_content"):
+            if part.get(name):
+                answer[name] = answer.get(name, "") + part[name]
+        if part.get("tool_calls"):
+            answer["tool_calls"] = [*answer.get("tool_calls", ()), *part["tool_calls"]]
+    return answer
 
 
 @cache

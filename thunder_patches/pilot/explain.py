@@ -338,15 +338,33 @@ class _Comparison:
         if new.role != "assistant":
             return None
         name = self._name(at)
-        if answer.hash == new.hash:
-            reason = f"{name}: the same text as other tokens than the model wrote"
-            return "retokenised", reason, at, {}
-        if answer.text == new.text or answer.squeezed == new.squeezed:
-            found = self._same_text(answer, new, name)
-            if found:
-                return (*found, at, {})
+        if answer.squeezed == new.squeezed:
+            return (*self._same_answer(answer, new, at, name), at, {})
         reason = f"{name} is not what the model answered: the client changed it"
         return "answer_edited", reason, at, {}
+
+    def _same_answer(
+        self, answer: MessagePrint, new: MessagePrint, at: int, name: str
+    ) -> tuple[str, str]:
+        """The text came back as the model wrote it; what stands around it did not, or in other tokens."""
+        if answer.thinking == new.thinking:
+            # An answer starts after what the prompt opened, and templates leave older thinking out.
+            opened = self.differs < self.entry.total
+            if new.thinking and (opened or self._left_out(at) > 2):
+                return "thinking_dropped", f"{name}: thinking was dropped by the template"
+            if opened and self.boundaries.thinking is not None:
+                reason = f"{name}: the thinking that its prompt opened was dropped by the template"
+                return "thinking_dropped", reason
+            if opened:
+                return "template_text", f"{name}: the template begins it otherwise in the history"
+        found = self._same_text(answer, new, name) if answer.hash != new.hash else None
+        same = f"{name}: the same text as other tokens than the model wrote"
+        return found or ("retokenised", same)
+
+    def _left_out(self, at: int) -> int:
+        """How many tokens fewer message ``at`` takes in the history than the model wrote for it."""
+        end = self.boundaries.ends[at] if at < len(self.boundaries.ends) else None
+        return 0 if end is None else self.entry.answer_tokens - (end - self.entry.total)
 
     def _message(self, at: int) -> Found:
         """Message ``at`` is the first that differs."""
@@ -397,13 +415,13 @@ class _Comparison:
         """Differences beside the text, when the text itself agrees."""
         if old.images != new.images:
             return "image_changed", f"{name}: another image"
+        if old.squeezed == new.squeezed and old.thinking != new.thinking:
+            if not new.thinking:
+                return "thinking_dropped", f"{name}: thinking was dropped"
+            if not old.thinking:
+                return "thinking_added", f"{name}: thinking was added"
+            return "thinking_changed", f"{name}: thinking differs"
         if old.text == new.text:
-            if old.thinking != new.thinking:
-                if not new.thinking:
-                    return "thinking_dropped", f"{name}: thinking was dropped"
-                if not old.thinking:
-                    return "thinking_added", f"{name}: thinking was added"
-                return "thinking_changed", f"{name}: thinking differs"
             if old.calls_ordered != new.calls_ordered:
                 if old.calls == new.calls:
                     return "arguments_order", f"{name}: tool arguments in another key order"

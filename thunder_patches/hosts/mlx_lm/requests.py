@@ -8,7 +8,7 @@ itself carries along (``GenerationContext.prompt``) until the usage is written.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,11 @@ class Prompt(list[int]):
     """What a context hands over in less than full precision; used as it is, and nothing after it kept."""
     reservation: Reservation | None = None
 
+    def __init__(self, tokens: Iterable[int]) -> None:
+        super().__init__(tokens)
+        self.answer: list[Mapping[str, Any]] = []
+        """Its pieces, as far as the client has them."""
+
 
 def current() -> Prompt | None:
     """The prompt that this (generation) thread tokenised last."""
@@ -99,7 +104,10 @@ def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             request.thunder = asked
         if request.request_type == "chat":
             asked.chat, request.messages, request.tools = prepare(
-                request.messages, request.tools, asked.options
+                request.messages,
+                request.tools,
+                asked.options,
+                given["generation_args"].chat_template_kwargs,
             )
         if handler is not None and handler.stream and is_on("progress"):
             signs = Signs(handler, given.get("progress_callback"), asked.options)

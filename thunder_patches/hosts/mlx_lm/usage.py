@@ -20,9 +20,9 @@ def _remember(choice: dict[str, Any]) -> None:
     prompt = answered()
     if prompt is None or not is_on("context_pilot") or not prompt.asked.chat.messages:
         return
-    prompt.asked.chat.saw(choice.get("message") or choice.get("delta") or {})
-    if choice.get("finish_reason") and prompt.sequence is not None:
-        prompt.asked.chat.answered(prompt.sequence, len(prompt))
+    prompt.answer.append(choice.get("message") or choice.get("delta") or {})
+    if choice.get("finish_reason"):
+        prompt.asked.chat.answered(lambda: prompt.answer)
 
 
 def completion_usage_response(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -33,10 +33,9 @@ def apply_chat_template(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
 def _prepared(http: Http, messages: Any, tools: Any, variables: dict[str, Any]) -> Prepared:
     prompt = http.prompt
-    if prompt is None or prompt.given != (messages, tools):
-        http.chat, stable, stable_tools = prepare(messages, tools, http.options)
+    if prompt is None or (prompt.given, prompt.variables) != ((messages, tools), variables):
+        http.chat, stable, stable_tools = prepare(messages, tools, http.options, variables)
         prompt = http.prompt = Prepared((messages, tools), stable, stable_tools, variables)
-    prompt.variables = variables
     return prompt
 
 

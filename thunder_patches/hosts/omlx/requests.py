@@ -12,19 +12,21 @@ import weakref
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from starlette.datastructures import Headers
 
-from ...patching.guard import shield
+from ...patching.guard import is_on, shield
 from ...prefill.memory import Reservation
 from ...prefill.progress import Progress
 from ..arguments import named, replaced
 from ..asked import Asked, options_of, salt_of
 from ..counting import Outcome
 from ..steps import Prefilling
-from .signs import Signs
+from .answers import READERS
+from .signs import Send, Signs
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
@@ -71,6 +73,24 @@ class Http(Asked):
 
         return heard
 
+    def telling(self, send: Send) -> Send:
+        """In the place of ``send``: an answer that the client has in full is remembered."""
+        read = READERS.get(self.path)
+        if read is None or not is_on("context_pilot"):
+            return send
+        body = bytearray()
+
+        async def told(message: dict[str, Any]) -> None:
+            # Before it is sent: the next turn may come at once.
+            with shield("context_pilot", "answer"):
+                if message["type"] == "http.response.body":
+                    body.extend(message.get("body", b""))
+                    if not message.get("more_body"):
+                        self.chat.answered(partial(read, bytes(body)))
+            await send(message)
+
+        return told
+
     def _read(self, body: bytes) -> None:
         told = json.loads(body) if b'"thunder"' in body else None
         self.options = options_of(told, self.headers)
@@ -113,7 +133,8 @@ def asgi(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             http = Http(salt=salt_of(headers), headers=headers, path=scope["path"])
             signs = Signs(http, given["send"])
             receive = http.listening(given["receive"])
-            args, kwargs = replaced(wrapped, args, kwargs, receive=receive, send=signs.send)
+            send = http.telling(signs.send)
+            args, kwargs = replaced(wrapped, args, kwargs, receive=receive, send=send)
     if http is None or signs is None:
         return wrapped(*args, **kwargs)
     return _within(http, signs, wrapped(*args, **kwargs))
