@@ -42,3 +42,32 @@ def test_a_host_step_below_the_smallest_is_kept() -> None:
     plan = ChunkPlan(16)
     plan.saw(64, 4096, 1 << 30)
     assert plan.size(4096, 0) == 16
+
+
+def test_small_pieces_leave_the_cap_where_it_was() -> None:
+    """Scores, activations and a cache that moves: what is learned from any piece holds for all."""
+    plan = ChunkPlan(2048)
+
+    def scratch(tokens: int, context: int) -> int:
+        return 5 * tokens * context + 5000 * tokens + 500 * context
+
+    for context in range(2048, REFERENCE + 1, 2048):
+        plan.saw(2048, context, scratch(2048, context))
+    cap = scratch(2048, REFERENCE)
+    context = REFERENCE
+    while context < 100_000:
+        for size in (plan.size(context, FREE), 96):
+            context += size
+            plan.saw(size, context, scratch(size, context))
+            assert scratch(size, context) <= cap * 1.05
+    assert plan.size(context, FREE) > 100
+
+
+def test_what_no_chunk_size_can_change_halves_it_at_most() -> None:
+    """A backend that keeps no scores, and a cache that grows by moving to a larger buffer."""
+    plan = ChunkPlan(2048)
+    for tokens in (2048, 512):
+        for context in (2048, 8192, 16_384, 65_536, 131_072):
+            plan.saw(tokens, context, tokens * 1000 + context * 1000)
+    assert plan.size(2048, FREE) == 2048
+    assert plan.size(131_072, FREE) == 1024

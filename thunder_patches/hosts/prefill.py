@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..patching.guard import is_on
 from ..prefill.memory import MemoryGuard, Reservation
-from ..prefill.plan import SMALLEST, ChunkPlan
+from ..prefill.plan import GRAIN, SMALLEST, ChunkPlan
 from ..tensors.estimate import kv_bytes_per_token
 from .runtime import runtime
 
@@ -65,6 +65,9 @@ class Prefill:
         if not is_on("chunked_prefill"):
             return left
         size = self.plan.size(context, memory_guard().free())
+        if size < left:  # as many pieces, but alike: a small last one would be all overhead
+            pieces = -(-left // size)
+            size = -(-left // pieces // GRAIN) * GRAIN
         if self._grain > 1:
             size = max((context + size) // self._grain * self._grain - context, self._grain)
         size = min(size, left)

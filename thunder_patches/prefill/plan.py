@@ -7,15 +7,19 @@ measured, and the next chunk is sized from what was seen.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
-REFERENCE = 16_384
-"""Context whose scratch, at the host's own chunk size, is the cap for all longer ones, in tokens."""
+import numpy as np
+import numpy.typing as npt
+
+REFERENCE = 14_336
+"""Context whose scratch, at the host's own chunk size, is the cap for all longer ones, in tokens.
+
+The last whole chunk of a prompt of 16K tokens ends beyond it, wherever the first one began."""
 SMALLEST = 64
 """Tokens in the smallest chunk."""
-_GRAIN = 32
-_SEEN = 8
+GRAIN = 32
+"""Chunks that are cut are multiples of this many tokens."""
 
 
 @dataclass
@@ -29,7 +33,9 @@ class ChunkPlan:
 
     step: int
     free_share: float = 0.5
-    _seen: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_SEEN))
+    _seen: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
+    """The last chunk of each size and context, in powers of two: none is forgotten for another."""
+    _rates: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
 
     def saw(self, tokens: int, context: int, scratch: int) -> None:
         """Learn from a chunk.
@@ -39,18 +45,13 @@ class ChunkPlan:
                 held before and is held after.
         """
         if tokens >= SMALLEST and scratch > 0:
-            self._seen.append((tokens, context, scratch))
+            place = tokens.bit_length(), context.bit_length()
+            self._seen[place] = tokens, context, scratch
+            self._rates = self._fit()
 
     def predicted(self, tokens: int, context: int) -> float:
-        """Scratch in bytes of a chunk of ``tokens`` that ends at ``context``; 0 before anything was seen.
-
-        The upper envelope of two readings of each chunk seen: scratch that grows with the chunk alone, and
-        scratch that grows with chunk times context.
-        """
-        if not self._seen:
-            return 0.0
-        fixed, growing = self._fit()
-        return tokens * (fixed + growing * context)
+        """Scratch in bytes of a chunk of ``tokens`` that ends at ``context``; 0 before anything was seen."""
+        return float(_terms(tokens, context) @ self._rates)
 
     def size(self, context: int, free: int) -> int:
         """Tokens of the next chunk.
@@ -61,24 +62,44 @@ class ChunkPlan:
         """
         if not self._seen:
             return self.step
-        fixed, growing = self._fit()
-        cap = min(self.step * (fixed + growing * REFERENCE), free * self.free_share)
-        size = self.step
-        while size > SMALLEST and size * (fixed + growing * (context + size)) > cap:
-            size -= max(_GRAIN, size // 8 // _GRAIN * _GRAIN)
-        return max(size, min(SMALLEST, self.step))
+        cap = min(self.predicted(self.step, REFERENCE), free * self.free_share)
+        chunk, score, move = map(float, self._rates)
 
-    def _fit(self) -> tuple[float, float]:
-        """Bytes a token of the chunk, and bytes a token of the chunk and token of context."""
-        rates = [(scratch / tokens, context) for tokens, context, scratch in self._seen]
-        count = len(rates)
-        mean_rate = sum(rate for rate, _ in rates) / count
-        mean_context = sum(context for _, context in rates) / count
-        spread = sum((context - mean_context) ** 2 for _, context in rates)
-        if spread < (REFERENCE / 16) ** 2:
-            # Contexts too close together to tell: the cautious reading is that all of it grows.
-            return 0.0, max(rate / context for rate, context in rates)
-        growing = sum((r - mean_rate) * (c - mean_context) for r, c in rates) / spread
-        growing = max(growing, 0.0)
-        fixed = max(max(rate - growing * context for rate, context in rates), 0.0)
-        return fixed, growing
+        def largest(move: float) -> int:
+            size = self.step
+            while size > SMALLEST and (
+                size * (chunk + score * (context + size)) + move * (context + size) > cap
+            ):
+                size -= GRAIN
+            return max(size, min(SMALLEST, self.step))
+
+        # What a cache's move takes is the same for every chunk: it is made room for by half at most.
+        return max(largest(move), largest(0) // 2)
+
+    def _fit(self) -> npt.NDArray[np.float64]:
+        """Bytes for each of `_terms`: the least squares of relative errors, none below 0, raised until no
+        chunk that was seen took more.
+
+        Where the chunks seen can't tell the terms apart, the shortest solution makes most of the term with
+        the largest numbers, chunk times context: the cautious reading.
+        """
+        terms = np.array([_terms(tokens, context) for tokens, context, _ in self._seen.values()])
+        scratch = np.array([scratch for _, _, scratch in self._seen.values()], dtype=float)
+        rates, used = np.zeros(3), np.arange(3)
+        while len(used):
+            relative = terms[:, used] / scratch[:, None]
+            found = np.linalg.lstsq(relative, np.ones(len(scratch)), rcond=1e-6)[0]
+            if (found >= 0).all():
+                rates[used] = found
+                break
+            used = used[found >= 0]
+        expected = terms @ rates
+        return (
+            rates * max(1.0, float((scratch / expected).max())) if (expected > 0).all() else rates
+        )
+
+
+def _terms(tokens: int, context: int) -> npt.NDArray[np.float64]:
+    """What scratch can grow with: the chunk (activations), chunk times context (scores), the context alone
+    (a cache that moves to a larger buffer)."""
+    return np.array([tokens, tokens * context, context], dtype=float)
