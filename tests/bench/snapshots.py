@@ -42,7 +42,7 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
-def model_of(hidden: int, layers: int, value_heads: int, head: int) -> Any:
+def model_of(hidden: int, layers: int, value_heads: int, head: int, vocabulary: int = 1024) -> Any:
     """A qwen3_next with random weights."""
     args = qwen3_next.ModelArgs(
         model_type="qwen3_next",
@@ -64,7 +64,7 @@ def model_of(hidden: int, layers: int, value_heads: int, head: int) -> Any:
         mlp_only_layers=[],
         moe_intermediate_size=hidden,
         rms_norm_eps=1e-6,
-        vocab_size=1024,
+        vocab_size=vocabulary,
         rope_theta=10000.0,
         partial_rotary_factor=0.25,
         max_position_embeddings=1 << 17,
