@@ -222,6 +222,8 @@ class Shelf:
                 found = Calibration.read(self.folder / f"{id}.safetensors")
             except OSError as error:
                 raise CodecError(f"calibration {id} can't be read: {error}") from error
+            if found.id != id:
+                raise CodecError(f"expected calibration {id}, found {found.id} under its name")
             self._known[id] = found
         return found
 

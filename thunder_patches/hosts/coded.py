@@ -81,8 +81,8 @@ class Coder:
         return Packed(record.header, tuple(coded))
 
 
-def load(context: Context, session: Session, file: Path, capacity: int) -> Hit:
-    """A prompt cache with a context's coded state.
+def state_of(context: Context, file: Path) -> list[Record]:
+    """A context's coded state, checked and decoded; on any thread.
 
     Raises:
         Refused: 404 it has gone, 409 it is damaged.
@@ -93,13 +93,17 @@ def load(context: Context, session: Session, file: Path, capacity: int) -> Hit:
         if (found := digest(file)) != payload.sha256:
             raise BadParcel(f"expected checksum {payload.sha256[:16]}, found {found[:16]}")
         kvtc = kvtc_of(context.model) if context.precision == "kvtc" else None
-        records = [decoded(p.header, p.tensors, kvtc) for p in Parcel(file).records()]
+        return [decoded(p.header, p.tensors, kvtc) for p in Parcel(file).records()]
     except FileNotFoundError:
         raise Refused(404, "unknown", "the state of this context was released") from None
     except (BadParcel, CodecError, OSError) as error:
         raise Refused(
             409, "tampered", f"the state of this context cannot be used: {error}"
         ) from error
+
+
+def load(context: Context, session: Session, records: Sequence[Record], capacity: int) -> Hit:
+    """A prompt cache with a context's state, on the thread that goes on from it."""
     pieces = [_piece(i, record.header) for i, record in enumerate(records)]
     restored = restore(
         cast(CacheStore, _Held(records)),

@@ -81,6 +81,7 @@ class Order:
         precision = body.get("precision", "exact")
         if name is not None and precision != "exact":
             raise Refused(400, "request", f"a named cache is exact; found precision {precision!r}")
+        _string(body, "prompt")
         return cls(
             request=_string(body, "request"),
             precision=precision,

@@ -21,9 +21,10 @@ from ..handoff.context import Context, encode_ids
 from ..handoff.keeping import keep_coded, keep_exact
 from ..handoff.names import new_id, owner_of
 from ..handoff.refusal import Refused
+from ..patching.guard import shield
 from .coded import Coder
 from .handoff import Order, shelf
-from .joining import Template
+from .joining import Message, Template
 from .quantised import AnySequence, AnySession, QuantisedSession
 from .recents import Recent, parts
 from .runtime import runtime
@@ -47,18 +48,25 @@ class Pending:
         self.refusal: Refused | None = None
         self.done = threading.Event()
 
-    def make(self, recent: Recent | None, finish: Callable[[Pending], None]) -> None:
-        """Code what is there already, until `finish` can do the rest; on a thread of its own."""
-        try:
-            if recent is not None and self.order.precision in ("int8", "kvtc"):
-                self._ahead(recent)
-            finish(self)
-        except Refused as error:
-            self.refusal = error
-        finally:
-            if self.refusal is None:
-                pendings.drop(self)
-            self.done.set()
+    def begin(self, recent: Recent | None, finish: Callable[[Pending], Any]) -> None:
+        """Make it on a thread of its own: code what is there already until `finish` can do the rest."""
+        threading.Thread(target=self._begun, args=(recent, finish), daemon=True).start()
+
+    def _begun(self, recent: Recent | None, finish: Callable[[Pending], Any]) -> None:
+        with shield("contexts", "pending") as guarded:
+            try:
+                if recent is not None and self.order.precision in ("int8", "kvtc"):
+                    self._ahead(recent)
+                finish(self)
+            except Refused as error:
+                self.refusal = error
+        if guarded.failed:
+            self.refusal = Refused(
+                500, "fault", "the handoff could not be made; see the server's log"
+            )
+        if self.refusal is None:
+            pendings.drop(self)
+        self.done.set()
 
     def _ahead(self, recent: Recent) -> None:
         """Code the prompt's blocks while its answer is generated."""
@@ -157,16 +165,22 @@ class Making:
             raise Refused(409, "answer", f"request {order.request} was not answered in full")
         return cls(order, recent.said, tokens[end:], tokens[:end])
 
-    def tokenised(self, template: Template | None, rendered: Sequence[int]) -> list[int]:
+    def tokenised(
+        self,
+        template: Template | None,
+        rendered: Sequence[int],
+        shown: Sequence[Message] | None = None,
+    ) -> list[int]:
         """The tokens of the context, on the thread that has the tokenizer.
 
         Args:
             template: None for a text completion. rendered: the host's own tokens of what was said.
+            shown: the messages as the template gets them, where that isn't as they were sent.
 
         Raises:
             Refused: 422, the template cannot be followed.
         """
-        ids = self._tokens(template, rendered)
+        ids = self._tokens(template, rendered, shown)
         if len(ids) < 2:
             raise Refused(
                 422, "request", f"expected a context of 2 tokens or more, found {len(ids)}"
@@ -174,10 +188,15 @@ class Making:
         self.ids = ids
         return ids
 
-    def _tokens(self, template: Template | None, rendered: Sequence[int]) -> list[int]:
+    def _tokens(
+        self,
+        template: Template | None,
+        rendered: Sequence[int],
+        shown: Sequence[Message] | None,
+    ) -> list[int]:
         if template is None:
             return [*self.prompt, *self.answer] if self.answer else list(rendered)
-        messages, tools = self.said["messages"], self.said.get("tools")
+        messages, tools = shown or self.said["messages"], self.said.get("tools")
         if not self.answer:
             return template.upto(messages, tools)
         text = template.answer(self.answer)

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..cache.record import Record
 from ..handoff.context import Beginning, Context
 from ..handoff.names import owner_of
 from ..handoff.refusal import Refused
-from .coded import load
+from .coded import load, state_of
 from .handoff import allow, shelf
 from .joining import Message, Template
 from .making import layout_of, pendings
@@ -165,37 +166,61 @@ class Use:
             return f"{self.wanted.fallback_text}{self.after}"
         return f"{self.context.said['prompt']}{self.context.said.get('answer') or ''}{self.after}"
 
-    def tokenised(self, template: Template | None, rendered: list[int], encode: Any) -> list[int]:
+    def tokenised(
+        self,
+        template: Template | None,
+        rendered: list[int],
+        encode: Any,
+        shown: Sequence[Message] | None = None,
+    ) -> list[int]:
         """The request's tokens; notes how it goes on from the context.
 
         Args:
             template: None for a text completion. rendered: the host's tokens of the whole.
             encode: text to ids without special tokens.
+            shown: all the messages as the template gets them, where that isn't as they were sent.
         """
         context = self.context
         if context is None:
             return rendered
         handed = [int(t) for t in context.tokens]
-        exact_text = context.said.get("answer_is_text", True) and template is not None
-        if exact_text or rendered[: len(handed)] == handed:
+        in_words = context.said.get("answer_is_text", True) and template is not None
+        if rendered[: len(handed)] == handed or (in_words and context.payload is None):
             self.beginning = "conversation"
             return rendered
         self.beginning = "continuation"
         if template is None:
             return [*handed, *encode(self.after)]
-        said = context.said
-        rest = template.after_answer(said["messages"], self.after, said.get("tools"), handed)
+        if in_words:
+            # A host may have merged the messages; in the template's own words they may follow.
+            return template.encode(
+                template.render(self.messages(), True, context.said.get("tools"))
+            )
+        said, after = context.said, self.after
+        before = said["messages"]
+        if shown is not None and len(shown) == len(before) + 1 + len(after):
+            before, after = shown[: len(before)], shown[len(before) + 1 :]
+        rest = template.after_answer(before, after, said.get("tools"), handed)
         return [*handed, *rest]
 
-    def restored(self, session: AnySession, tokens: Sequence[int]) -> Hit | None:
-        """The prompt cache to go on from, for a context that isn't exact.
+    def state(self) -> list[Record]:
+        """The state of a context that isn't exact; nothing for one that is.
 
         Raises:
-            Refused: 422 the tokens don't go on from it, 404 or 409 its state can't be used.
+            Refused: 404 or 409, it can't be used.
         """
         context = self.context
         if context is None or context.payload is None:
-            return None
+            return []
+        return state_of(context, shelf().payload(context))
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raises:
+        Refused: 422, these tokens don't go on from the state of a context that isn't exact.
+        """
+        context = self.context
+        if context is None or context.payload is None:
+            return
         handed = [int(t) for t in context.tokens]
         if list(tokens[: len(handed)]) != handed or len(tokens) == len(handed):
             raise Refused(
@@ -203,9 +228,20 @@ class Use:
                 "template",
                 "the messages don't go on from the handed tokens, which a context that isn't exact needs",
             )
+
+    def restored(
+        self, session: AnySession, tokens: Sequence[int], records: Sequence[Record]
+    ) -> Hit | None:
+        """The prompt cache to go on from, for a context that isn't exact.
+
+        Args:
+            records: what `state` found.
+        """
+        if self.context is None or self.context.payload is None:
+            return None
         assert isinstance(session, Session)
         capacity = -(-(len(tokens) + ROOM) // ROOM) * ROOM
-        return load(context, session, shelf().payload(context), capacity)
+        return load(self.context, session, records, capacity)
 
     def told(self) -> dict[str, Any]:
         """The response's ``thunder`` object."""

@@ -300,6 +300,13 @@ PATCHES: tuple[Patch, ...] = (
     _omlx("ssd_cache", _OMLX, _EVERY_REQUEST, "omlx.requests:asgi"),
     _omlx("ssd_cache", "omlx.engine_core", "EngineCore.add_request", "omlx.requests:add_request"),
     _omlx(
+        "contexts",
+        "omlx.engine.batched",
+        "BatchedEngine._apply_chat_template",
+        "omlx.contexts:apply_chat_template",
+        until=_HANDED,
+    ),
+    _omlx(
         "context_pilot",
         "omlx.engine.batched",
         "BatchedEngine._apply_chat_template",
@@ -320,6 +327,20 @@ PATCHES: tuple[Patch, ...] = (
     _omlx("context_pilot", _OMLX, "format_sse_event", "omlx.usage:response_event"),
     # oMLX: status
     _omlx("routes", _OMLX, _EVERY_REQUEST, "omlx.routes:asgi"),
-    # oMLX: contexts, before anything else sees a request
+    # oMLX: contexts, before anything else sees a request; their tokens; the engine
     _omlx("contexts", _OMLX, _EVERY_REQUEST, "omlx.contexts:asgi", until=_HANDED),
+    _omlx(
+        "contexts",
+        _OMLX,
+        "validate_context_window",
+        "omlx.contexts:validate_context_window",
+        until=_HANDED,
+    ),
+    _omlx(
+        "contexts",
+        "omlx.engine_core",
+        "EngineCore.add_request",
+        "omlx.contexts:add_request",
+        until=_HANDED,
+    ),
 )

@@ -1,4 +1,4 @@
-"""Contexts on oMLX: the answer is the stock one to one long conversation; what does not fit is refused."""
+"""Exact contexts of chats on oMLX: the stock answer to one long conversation; what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_earlier_answer_and_a_named_cache(fleet: OmlxFleet, full: Model, seed
 
 
 def test_refusals(fleet: OmlxFleet, models: ModelFactory, full: Model, seed: int) -> None:
-    """Another model, hostile ids, what only mlx_lm.server has; nothing else is touched."""
+    """Another model, hostile ids, orders that make no sense; nothing else is touched."""
     server = fleet.server(full)
     order = {"model": NAME, "messages": conversation(seed)}
     status, handed = call(server, "POST", "/thunder/handoff", order)
@@ -76,6 +76,7 @@ def test_refusals(fleet: OmlxFleet, models: ModelFactory, full: Model, seed: int
             one.chat(NEXT, thunder={"handoff": id})
         assert caught.value.status == expected
         assert words in json.loads(caught.value.body)["error"]
-    status, told = call(server, "POST", "/thunder/handoff", order | {"precision": "int8"})
-    assert (status, told["reason"]) == (409, "precision")
+    for wrong in ({"precision": "int3"}, {"prompt": "x"}, {"messages": None, "prompt": ["x"]}):
+        status, told = call(server, "POST", "/thunder/handoff", order | wrong)
+        assert (status, told["reason"]) == (400, "request"), wrong
     served(fleet, server, full, prompt=text_of(60, seed))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import threading
 from typing import Any
 
 from ...handoff.context import Context
@@ -22,7 +21,7 @@ from ...patching.guard import shield
 from ..asked import salt_of
 from ..handoff import Order, allow, shelf
 from ..making import Making, Pending, build, pendings
-from ..recents import Recent, recents
+from ..recents import recents
 from ..runtime import runtime
 from .routes import send
 
@@ -175,18 +174,8 @@ def _make(handler: Any, body: dict[str, Any], name: str | None) -> Any:
     if order.wait:
         return finish(None).described()
     pending = pendings.add(order, owner)
-    work = threading.Thread(target=_later, args=(pending, recent, finish), daemon=True)
-    work.start()
+    pending.begin(recent, finish)
     return as_json(pending.described(), 202)
-
-
-def _later(pending: Pending, recent: Recent | None, finish: Any) -> None:
-    with shield("contexts", "pending") as guarded:
-        pending.make(recent, finish)
-    if guarded.failed:
-        pending.refusal = Refused(
-            500, "fault", "the handoff could not be made; see the server's log"
-        )
 
 
 def _run(handler: Any, making: Making, body: dict[str, Any]) -> None:

@@ -141,7 +141,8 @@ def tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
                 template, list(rendered), lambda t: encode(t, add_special_tokens=False)
             )
             if loaded.session is not None and isinstance(rendered, Prompt):
-                rendered.given = use.restored(loaded.session, ids)
+                use.check_tokens(ids)
+                rendered.given = use.restored(loaded.session, ids, use.state())
         else:
             assert making is not None
             if loaded.session is None:

@@ -35,7 +35,9 @@ class Engine:
             family = Family.named(self.family)
             identity = identify(_folder(scheduler.config.model_name), None, code_of(model, _MODELS))
             make = sys.modules["mlx_lm.models.cache"].make_prompt_cache
-            self.session = Session(runtime(), identity, family, lambda: make(model))
+            # Requests that are remembered hold their session, and must not hold the weights.
+            held = weakref.ref(model)
+            self.session = Session(runtime(), identity, family, lambda: make(held()))
             self.prefill = Prefill(
                 model,
                 make(model),
@@ -73,6 +75,13 @@ def engine_named(name: str | None) -> Engine | None:
     entry = server.get_engine_pool().get_entry(server.resolve_model_id(name))
     core = getattr(getattr(entry, "engine", None), "_engine", None)
     return engine_of(core.engine.scheduler) if core is not None else None
+
+
+def tokenizer_named(name: str | None) -> Any:
+    """The tokenizer that the host's requests for this model use on the event loop, if it is loaded."""
+    server = sys.modules["omlx.server"]
+    entry = server.get_engine_pool().get_entry(server.resolve_model_id(name))
+    return getattr(getattr(entry, "engine", None), "tokenizer", None)
 
 
 def engines() -> list[Engine]:

@@ -109,11 +109,15 @@ def _look_up(scheduler: Any, given: dict[str, Any]) -> _Found | None:
             found = boundaries(engine.follower, scheduler.tokenizer, http.prompt, sequence.tokens)
             http.chat.boundaries, sequence.boundaries = found, found.cuts()
     with shield("contexts", "look up"):
-        contexts.follow(http, engine, sequence, tokens)
-    hit = sequence.lookup(longer_than=0, full=is_on("skip_logic"))
+        contexts.follow(request.request_id, http, sequence, tokens)
+    hit: Hit | None = None
+    with shield("contexts", "restore"):
+        hit = contexts.restored(request.request_id, sequence, tokens)
+    if hit is None:
+        hit = sequence.lookup(longer_than=0, full=is_on("skip_logic"))
     outcome = Outcome()
     if hit is not None:
-        outcome = Outcome(hit.length, "full" if hit.full else "none", hit.source)
+        outcome = Outcome(hit.length, "full" if hit.full else "none", hit.source, codec=hit.codec)
     request.cached_tokens = outcome.cached_tokens
     count(outcome, len(tokens))
     result = _Found(engine, scheduler.model, sequence, tokens, hit)

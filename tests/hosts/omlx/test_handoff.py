@@ -1,0 +1,318 @@
+"""Contexts on oMLX beyond exact ones of chats: coded, of completions, with an answer's own tokens.
+
+The host merges messages of one role that follow each other, so contexts here end with an assistant's, where
+the answer is to be that of one conversation.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.folder import CacheFolder, wait_for
+from tests.e2e.handing import call, conversation, goes_on, text_after
+from tests.e2e.steps import MISS, served
+from tests.e2e.test_codecs import calibrated
+from tests.e2e.test_handoff_precision import FAR, worst
+from tests.harness.client import HttpError, Json
+from tests.harness.compare import assert_same, differences
+from tests.harness.models import Model, ModelFactory, text_of
+from tests.harness.server import Server
+from tests.hosts.omlx.serving import NAME, OmlxFleet
+
+NEXT = [{"role": "user", "content": text_of(20, 77)}]
+
+
+def reading(seed: int, system: int = 400) -> list[Json]:
+    said = {"role": "assistant", "content": text_of(9, seed + 2)}
+    return [*conversation(seed, system=system), said]
+
+
+def hand_over(server: Server, **body: Any) -> Json:
+    """The descriptor of a new handoff."""
+    status, descriptor = call(server, "POST", "/thunder/handoff", {"model": NAME, **body})
+    assert status == 200, descriptor
+    return descriptor
+
+
+def refused(server: Server, id: str, **body: Any) -> tuple[int, Json]:
+    """Status and body of the refusal to go on from a context."""
+    with pytest.raises(HttpError) as caught:
+        server.chat(NEXT, thunder={"handoff": id}, **body)
+    return caught.value.status, json.loads(caught.value.body)
+
+
+def header(server: Server, messages: list[Json], thunder: Json) -> Json:
+    """What the response's header says of the context."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    try:
+        body = {"model": NAME, "messages": messages, "max_tokens": 2, "thunder": thunder}
+        path, kind = "/v1/chat/completions", {"Content-Type": "application/json"}
+        connection.request("POST", path, json.dumps(body), kind)
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        response.read()
+        return dict(json.loads(response.headers["x-thunder-context"]))
+    finally:
+        connection.close()
+
+
+# Less than full precision
+
+
+@pytest.mark.parametrize("precision", ["int8", "mixed"])
+def test_near_smaller_and_apart(fleet: OmlxFleet, model: Model, precision: str, seed: int) -> None:
+    server = fleet.shared(model)
+    read = reading(seed)
+    whole = [*read, *NEXT]
+    exact = hand_over(server, messages=read)
+    handed = hand_over(server, messages=read, precision=precision)
+    assert handed["checksum"] != exact["checksum"] and handed["tokens"] == handed["stored_tokens"]
+    assert handed["size"] < exact["size"] * (0.75 if precision == "int8" else 0.8)
+    folder = CacheFolder(server.cache_dir)
+    wait_for(lambda: not server.status()["cache"]["queue"]["blocks"], "the writers")
+    before = folder.records()
+    expected = fleet.expected(model, messages=whole)
+    for _ in range(2):
+        with server.watch() as calls:
+            answer = server.chat(NEXT, thunder={"handoff": handed["id"]})
+        assert answer.cached_tokens == handed["tokens"] and answer.prompt_tokens is not None
+        run = calls.prompt_tokens_run(answer.usage["completion_tokens"])
+        assert run == answer.prompt_tokens - answer.cached_tokens
+        assert answer.usage["context_pilot"]["lossy"] == precision
+        assert differences(expected, answer), "a coded state gave the exact answer"
+        assert precision == "mixed" or worst(expected, answer) < FAR
+    told = header(server, NEXT, {"handoff": handed["id"]})["handoff"]
+    assert (told["used"], told["precision"]) == (True, precision)
+    wait_for(lambda: not server.status()["cache"]["queue"]["blocks"], "the writers")
+    assert folder.records() == before, "something computed after a coded state was stored"
+    # The exact answer to the very same tokens is the stock one, from exact state.
+    answer = served(fleet, server, model, messages=whole, cached=range(handed["tokens"], 999))
+    assert "lossy" not in answer.usage["context_pilot"]
+
+
+def test_a_wrong_context_is_far(fleet: OmlxFleet, full: Model, seed: int) -> None:
+    """The control: another context is further off than any precision."""
+    server = fleet.shared(full)
+    read, other = reading(seed), reading(seed + 5)
+    handed = hand_over(server, messages=other, precision="int8")
+    answer = server.chat(NEXT, thunder={"handoff": handed["id"]})
+    assert worst(fleet.expected(full, messages=[*read, *NEXT]), answer) > FAR
+
+
+def test_its_state_is_its_own(fleet: OmlxFleet, full: Model, seed: int, tmp_path: Path) -> None:
+    """It needs nothing of the cache, serves in another process, and damaged it is not used."""
+    server = fleet.server(full, cache_dir=tmp_path)
+    handed = hand_over(server, messages=reading(seed, system=200), precision="int8")
+    first = server.chat(NEXT, thunder={"handoff": handed["id"]})
+    server.stop()
+    for kind in ("blocks", "snapshots"):
+        for file in tmp_path.glob(f"v1/{kind}/**/*.safetensors"):
+            file.unlink()
+    other = fleet.server(full, cache_dir=tmp_path)
+    again = other.chat(NEXT, thunder={"handoff": handed["id"]})
+    assert (again.tokens, again.logprobs) == (first.tokens, first.logprobs)
+    (file,) = tmp_path.glob("v1/contexts/handoff/*.safetensors")
+    whole = file.read_bytes()
+    for damaged in (whole[:-9], whole[:-1] + bytes([whole[-1] ^ 1]), b""):
+        file.write_bytes(damaged)
+        assert refused(other, handed["id"])[0] == 409
+    text = text_of(12, seed + 3)
+    answer = other.chat(NEXT, thunder={"handoff": handed["id"], "fallback_text": text})
+    instead = [{"role": "user", "content": text}, *NEXT]
+    assert_same(fleet.expected(full, messages=instead), answer)
+    assert call(other, "DELETE", f"/thunder/handoff/{handed['id']}")[1]["released"]
+    assert not list(tmp_path.glob("v1/contexts/handoff/*"))
+
+
+def test_words_that_do_not_follow_a_coded_state(fleet: OmlxFleet, full: Model, seed: int) -> None:
+    """Found out when the host has rendered the messages, and still refused with its own status."""
+    server = fleet.shared(full)
+    handed = hand_over(server, messages=reading(seed, system=60), precision="int8")
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    status, told = refused(server, handed["id"], tools=tools)
+    assert (status, told["reason"]) == (422, "template"), told
+    text = text_of(12, seed + 3)
+    thunder = {"handoff": handed["id"], "fallback_text": text}
+    answer = server.chat(NEXT, thunder=thunder, tools=tools)
+    instead = [{"role": "user", "content": text}, *NEXT]
+    assert_same(fleet.expected(full, messages=instead, tools=tools), answer)
+    told = header(server, NEXT, thunder)["handoff"]
+    assert told["used"] is True, "without the tools it follows"
+
+
+def test_a_user_after_a_user(fleet: OmlxFleet, full: Model, seed: int) -> None:
+    """The host would merge them; after a coded state the template's own form goes on from its tokens."""
+    server = fleet.shared(full)
+    read = conversation(seed, system=400)
+    handed = hand_over(server, messages=read, precision="int8")
+    answer = server.chat(NEXT, thunder={"handoff": handed["id"]})
+    assert answer.cached_tokens == handed["tokens"]
+    told = header(server, NEXT, {"handoff": handed["id"]})["handoff"]
+    assert (told["form"], told["used"]) == ("continuation", True)
+    expected = fleet.expected(full, prompt=full.chat([*read, *NEXT]))
+    assert answer.prompt_tokens == expected.prompt_tokens
+    assert worst(expected, answer) < FAR and expected.logprobs != answer.logprobs
+
+
+def test_kvtc(
+    fleet: OmlxFleet, models: ModelFactory, full: Model, seed: int, tmp_path: Path
+) -> None:
+    """After a calibration; without it, or with another's in its place, it is refused."""
+    cache = tmp_path / "cache"
+    read = reading(seed)
+    server = fleet.server(full, cache_dir=cache)
+    order = {"model": NAME, "messages": read, "precision": "kvtc"}
+    status, told = call(server, "POST", "/thunder/handoff", order)
+    assert (status, told["reason"]) == (409, "calibration")
+    calibrated(fleet, full, cache, tmp_path)
+    exact = hand_over(server, messages=read)
+    handed = hand_over(server, messages=read, precision="kvtc")
+    assert handed["precision"] == "kvtc" and handed["size"] < exact["size"] * 0.75
+    answer = server.chat(NEXT, thunder={"handoff": handed["id"]})
+    expected = fleet.expected(full, messages=[*read, *NEXT])
+    assert answer.usage["context_pilot"]["lossy"] == "kvtc"
+    assert answer.cached_tokens == handed["tokens"]
+    assert differences(expected, answer) and worst(expected, answer) < FAR
+    served(fleet, server, full, messages=[*read, *NEXT], cached=range(handed["tokens"], 999))
+    other = tmp_path / "other"
+    calibrated(fleet, models.get("llama"), other, tmp_path)
+    (mine,), (others,) = ((c / "calibrations").glob("*.safetensors") for c in (cache, other))
+    shutil.copy(others, mine)
+    server.restart()
+    status, told = refused(server, handed["id"])
+    assert status == 409 and "calibration" in told["error"]
+
+
+# Text completions
+
+
+def test_a_completions_prompt(fleet: OmlxFleet, model: Model, seed: int) -> None:
+    server = fleet.shared(model)
+    read, more = text_of(70, seed), text_of(20, seed + 1)
+    handed = hand_over(server, prompt=read)
+    assert handed["tokens"] == handed["stored_tokens"] == 70
+    goes_on(fleet, server, model, {"prompt": read + more}, handed, prompt=more, cached=70)
+    other = hand_over(server, prompt=text_of(70, seed + 9))
+    answer = server.complete(more, thunder={"handoff": other["id"]})
+    assert differences(fleet.expected(model, prompt=read + more), answer), "the control"
+    assert refused(server, handed["id"])[1]["reason"] == "form"
+
+
+def test_a_completion_after_its_answer(fleet: OmlxFleet, full: Model, seed: int) -> None:
+    server = fleet.shared(full)
+    read, more = text_of(70, seed), text_of(20, seed + 1)
+    first = server.complete(read)
+    handed = hand_over(server, request=first.raw["id"])
+    assert handed["tokens"] == 70 + 12
+    whole = read + full.text(list(first.tokens)) + more
+    if full.tokens(whole) == [*full.tokens(read), *first.tokens, *full.tokens(more)]:
+        answer = goes_on(fleet, server, full, {"prompt": whole}, handed, prompt=more, cached=82)
+    else:
+        answer = server.complete(more, thunder={"handoff": handed["id"]})
+    assert answer.cached_tokens == 82
+    coded = hand_over(server, request=first.raw["id"], precision="int8")
+    near = server.complete(more, thunder={"handoff": coded["id"]})
+    assert near.usage["context_pilot"]["lossy"] == "int8" and near.cached_tokens == 82
+    assert answer.logprobs != near.logprobs and worst(answer, near) < FAR
+
+
+# An answer's own tokens
+
+
+def test_after_an_answer_with_its_own_tokens(fleet: OmlxFleet, model: Model, seed: int) -> None:
+    """The template leaves no thinking in earlier turns; the handed context has it all the same."""
+    server = fleet.shared(model)
+    read = conversation(seed)
+    first = server.chat(read)
+    handed = hand_over(server, request=first.raw["id"])
+    assert first.prompt_tokens is not None
+    count = first.prompt_tokens + 12
+    assert handed["tokens"] == count
+    with server.watch() as calls:
+        answer = server.chat(NEXT, thunder={"handoff": handed["id"]})
+    assert answer.cached_tokens == count and answer.prompt_tokens is not None
+    assert calls.prompt_tokens_run(12) == answer.prompt_tokens - count
+    after = text_after(model, NEXT)
+    whole = model.chat(read) + model.text(list(first.tokens)) + after
+    ids = [*model.tokens(model.chat(read)), *first.tokens, *model.tokens(after)]
+    assert answer.prompt_tokens == len(ids)
+    if model.tokens(whole) == ids:
+        expected = fleet.expected(model, prompt=whole)
+        assert_same(replace(expected, text=answer.text, reasoning=answer.reasoning), answer, 1e-4)
+
+
+# While it is generated
+
+
+@contextmanager
+def begun(server: Server, body: Json) -> Iterator[tuple[str, Any]]:
+    """A stream once its first chunk is there: the response's id, and a way to read the rest."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    try:
+        kind = {"Content-Type": "application/json"}
+        body = {"model": NAME, "stream": True, **body}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), kind)
+        response = connection.getresponse()
+        assert response.status == 200
+        first = next(line for line in response if line.startswith(b"data: "))
+        yield json.loads(first[6:])["id"], response.read
+    finally:
+        connection.close()
+
+
+def test_coded_while_the_answer_is_generated(fleet: OmlxFleet, full: Model, seed: int) -> None:
+    """The prompt's blocks are coded before the answer ends; whoever uses the id early waits."""
+    server = fleet.server(full)
+    read = conversation(seed, system=400)
+    length = len(full.tokens(full.chat(read)))
+    server.chat(conversation(seed + 9), max_tokens=1)  # loads the model
+    with begun(server, {"messages": read, "max_tokens": 400, "temperature": 0.0}) as (id, rest):
+        order = {"request": id, "precision": "int8", "wait": False}
+        status, promised = call(server, "POST", "/thunder/handoff", order)
+        assert (status, promised["state"]) == (202, "pending"), promised
+        path = f"/thunder/handoff/{promised['id']}"
+        told = wait_for(
+            lambda: (
+                (found := call(server, "GET", path)[1]).get("coded_blocks", 99) >= length // 32
+                and found
+            ),
+            "coded blocks",
+        )
+        assert told.get("state") == "pending", told
+        assert call(server, "DELETE", path)[0] == 409
+        used = server.chat(NEXT, thunder={"handoff": promised["id"]})
+        assert b"data: [DONE]" in rest()
+    ready = call(server, "GET", path)[1]
+    assert used.cached_tokens == ready["tokens"] > length
+    assert used.usage["context_pilot"]["lossy"] == "int8"
+
+
+def test_a_promise_that_cannot_be_kept(fleet: OmlxFleet, full: Model, seed: int) -> None:
+    server = fleet.shared(full)
+    order = {
+        "model": NAME,
+        "messages": conversation(seed),
+        "wait": False,
+        "precision": "kvtc",
+    }
+    status, told = call(server, "POST", "/thunder/handoff", order)
+    assert status == 202
+    status, told = refused(server, told["id"])
+    assert (status, told["reason"]) == (409, "calibration")
+
+
+def test_nothing_is_kept_where_asked(fleet: OmlxFleet, full: Model, seed: int) -> None:
+    server = fleet.shared(full)
+    prompt = text_of(100, seed)
+    served(fleet, server, full, prompt=prompt, thunder={"keep": False}, cached=MISS)
+    served(fleet, server, full, prompt=prompt, cached=MISS)
+    served(fleet, server, full, prompt=prompt, cached=100)
