@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from dataclasses import replace
 
@@ -179,6 +180,13 @@ class TestFile:
             with pytest.raises(CodecError):
                 Calibration.read(path)
         assert Shelf(tmp_path).of_model("a model") is None
+
+    def test_another_under_its_name_is_refused(self, tmp_path) -> None:
+        mine, other = (replace(KNOWN, measured={"run": i}).write(tmp_path) for i in range(2))
+        assert Shelf(tmp_path).get(mine.id).id == mine.id
+        shutil.copy(tmp_path / f"{other.id}.safetensors", tmp_path / f"{mine.id}.safetensors")
+        with pytest.raises(CodecError, match=other.id):
+            Shelf(tmp_path).get(mine.id)
 
     def test_the_newest_of_each_model_is_found_without_reading_the_others(
         self, tmp_path, monkeypatch

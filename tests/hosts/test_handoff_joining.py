@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
+from thunder_patches.handoff.context import Context, Payload, encode_ids
 from thunder_patches.handoff.refusal import Refused
 from thunder_patches.hosts.handoff import LONGEST_SECONDS, Order
 from thunder_patches.hosts.joining import Message, Template
@@ -109,6 +111,7 @@ def test_orders() -> None:
         {"messages": READ, "request": "x"},
         {"messages": READ, "holder": "/"},
         {"request": ["x"]},
+        {"prompt": ["x"]},
     ):
         with pytest.raises(Refused) as caught:
             Order.of(wrong)
@@ -141,3 +144,42 @@ def test_the_text_in_a_contexts_place() -> None:
     use = Use(Wanted("handoff", "x", None), NEXT)
     with pytest.raises(Refused, match="expired"):
         use.refuse(Refused(410, "expired", "expired"))
+
+
+def context(said: dict[str, Any], ids: Sequence[int], *, coded: bool) -> Context:
+    return Context(
+        id="0" * 48,
+        named=False,
+        owner="",
+        model="m",
+        model_name="m",
+        layout="KVCache",
+        block_tokens=32,
+        precision="int8" if coded else "exact",
+        ids=encode_ids(np.asarray(ids)),
+        position=len(ids),
+        said=said,
+        pins=(),
+        created=0.0,
+        expires=None,
+        payload=Payload(1, "") if coded else None,
+    )
+
+
+def test_a_host_that_merges_messages() -> None:
+    """An exact context is met as far as the host's words go; a coded one goes on in the template's."""
+    handed = encode(render(READ, False, None))
+    merged = encode(render([READ[0], {"role": "user", "content": "question more"}], True, None))
+    for coded, form in ((False, "conversation"), (True, "continuation")):
+        use = Use(
+            Wanted("handoff", "x", None), NEXT, context({"messages": READ}, handed, coded=coded)
+        )
+        found = use.tokenised(template(), merged, encode)
+        assert use.beginning == form
+        assert found == (encode(render([*READ, *NEXT], True, None)) if coded else merged)
+        use.check_tokens(found)
+        if coded:
+            for wrong in (merged, handed, []):
+                with pytest.raises(Refused) as caught:
+                    use.check_tokens(wrong)
+                assert caught.value.status == 422
