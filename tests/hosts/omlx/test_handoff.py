@@ -9,9 +9,8 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,15 @@ from tests.e2e.steps import MISS, served
 from tests.e2e.test_codecs import calibrated
 from tests.e2e.test_handoff_precision import FAR, worst
 from tests.harness.client import HttpError, Json
-from tests.harness.compare import assert_same, differences
+from tests.harness.compare import Answer, assert_same, differences
+from tests.harness.fleet import ask
 from tests.harness.models import Model, ModelFactory, text_of
 from tests.harness.server import Server
 from tests.hosts.omlx.serving import NAME, OmlxFleet
 
 NEXT = [{"role": "user", "content": text_of(20, 77)}]
+WORDS = 3
+"""Tokens of an answer that is to have just the tokens of its text."""
 
 
 def reading(seed: int, system: int = 400) -> list[Json]:
@@ -207,22 +209,56 @@ def test_a_completions_prompt(fleet: OmlxFleet, model: Model, seed: int) -> None
     assert refused(server, handed["id"])[1]["reason"] == "form"
 
 
+def round_trips(
+    server: Server,
+    model: Model,
+    request: Callable[[int], Json],
+    before: Callable[[int], str],
+    after: str,
+) -> tuple[int, Answer, str]:
+    """A request whose answer's text has just its tokens: its number, the answer, and the whole text."""
+    for i in range(20):
+        first = ask(server, request(i))
+        whole = before(i) + model.text(list(first.tokens)) + after
+        ids = [*model.tokens(before(i)), *first.tokens, *model.tokens(after)]
+        if model.tokens(whole) == ids and len(first.tokens) == WORDS:
+            return i, first, whole
+    raise AssertionError("no answer's text has just its tokens")
+
+
 def test_a_completion_after_its_answer(fleet: OmlxFleet, full: Model, seed: int) -> None:
     server = fleet.shared(full)
-    read, more = text_of(70, seed), text_of(20, seed + 1)
-    first = server.complete(read)
+    more = text_of(20, seed + 1)
+
+    def read(i: int) -> str:
+        return text_of(70, seed + 10 * i)
+
+    _, first, whole = round_trips(
+        server, full, lambda i: {"prompt": read(i), "max_tokens": WORDS}, read, more
+    )
     handed = hand_over(server, request=first.raw["id"])
-    assert handed["tokens"] == 70 + 12
-    whole = read + full.text(list(first.tokens)) + more
-    if full.tokens(whole) == [*full.tokens(read), *first.tokens, *full.tokens(more)]:
-        answer = goes_on(fleet, server, full, {"prompt": whole}, handed, prompt=more, cached=82)
-    else:
-        answer = server.complete(more, thunder={"handoff": handed["id"]})
-    assert answer.cached_tokens == 82
+    count = 70 + WORDS
+    assert handed["tokens"] == count
+    goes_on(fleet, server, full, {"prompt": whole}, handed, prompt=more, cached=count)
     coded = hand_over(server, request=first.raw["id"], precision="int8")
     near = server.complete(more, thunder={"handoff": coded["id"]})
-    assert near.usage["context_pilot"]["lossy"] == "int8" and near.cached_tokens == 82
-    assert answer.logprobs != near.logprobs and worst(answer, near) < FAR
+    assert near.usage["context_pilot"]["lossy"] == "int8" and near.cached_tokens == count
+    expected = fleet.expected(full, prompt=whole)
+    assert expected.logprobs != near.logprobs and worst(expected, near) < FAR
+
+
+def test_a_completion_that_a_stop_string_cut(fleet: OmlxFleet, full: Model, seed: int) -> None:
+    """The host ends it by itself: its text is handed over."""
+    server = fleet.shared(full)
+    read, more = text_of(70, seed), text_of(20, seed + 1)
+    text = server.complete(read).text
+    cut = server.complete(read, stop=[text[6:9]])
+    assert len(cut.text) < len(text)
+    handed = hand_over(server, request=cut.raw["id"])
+    assert handed["tokens"] == len(full.tokens(read + cut.text))
+    answer = server.complete(more, thunder={"handoff": handed["id"]})
+    assert_same(fleet.expected(full, prompt=read + cut.text + more), answer)
+    assert answer.cached_tokens == handed["tokens"]
 
 
 # An answer's own tokens
@@ -231,23 +267,33 @@ def test_a_completion_after_its_answer(fleet: OmlxFleet, full: Model, seed: int)
 def test_after_an_answer_with_its_own_tokens(fleet: OmlxFleet, model: Model, seed: int) -> None:
     """The template leaves no thinking in earlier turns; the handed context has it all the same."""
     server = fleet.shared(model)
-    read = conversation(seed)
-    first = server.chat(read)
+
+    def read(i: int) -> list[Json]:
+        return conversation(seed + 10 * i)
+
+    _, first, whole = round_trips(
+        server,
+        model,
+        lambda i: {"messages": read(i), "max_tokens": WORDS},
+        lambda i: model.chat(read(i)),
+        text_after(model, NEXT),
+    )
     handed = hand_over(server, request=first.raw["id"])
     assert first.prompt_tokens is not None
-    count = first.prompt_tokens + 12
+    count = first.prompt_tokens + WORDS
     assert handed["tokens"] == count
-    with server.watch() as calls:
-        answer = server.chat(NEXT, thunder={"handoff": handed["id"]})
-    assert answer.cached_tokens == count and answer.prompt_tokens is not None
-    assert calls.prompt_tokens_run(12) == answer.prompt_tokens - count
-    after = text_after(model, NEXT)
-    whole = model.chat(read) + model.text(list(first.tokens)) + after
-    ids = [*model.tokens(model.chat(read)), *first.tokens, *model.tokens(after)]
-    assert answer.prompt_tokens == len(ids)
-    if model.tokens(whole) == ids:
-        expected = fleet.expected(model, prompt=whole)
-        assert_same(replace(expected, text=answer.text, reasoning=answer.reasoning), answer, 1e-4)
+    goes_on(
+        fleet,
+        server,
+        model,
+        {"prompt": whole},
+        handed,
+        messages=NEXT,
+        cached=count,
+        tolerance=1e-4 if model.spec.arch == "gemma3" else 0.0,
+    )
+    told = header(server, NEXT, {"handoff": handed["id"]})["handoff"]
+    assert (told["form"], told["tokens"]) == ("continuation", count)
 
 
 # While it is generated
