@@ -31,6 +31,8 @@ SPECIAL_TOKENS = (
     "<tool_call>",
     "</tool_call>",
 )
+IMAGE_TOKENS = ("<|image_start|>", "<|patch|>", "<|image_end|>")
+"""Of mlx-lm's image processor; only the template "images" has them, in the last ids."""
 VOCABULARY = 404  # what the words below train to; checked when written
 WINDOW = 64
 
@@ -71,8 +73,15 @@ _TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}THINK{% endif %}"""
 
+_PARTS = """\
+{%- if message.content is string %}{{- text }}{% else %}\
+{%- for part in message.content %}\
+{{- part.text if part.type == 'text' else '<|patch|>' }}\
+{%- endfor %}{% endif %}"""
+
 TEMPLATES = {
     "plain": _TEMPLATE.replace("THINK", ""),
+    "images": _TEMPLATE.replace("THINK", "").replace("{{- text }}", _PARTS),
     "thinking": _TEMPLATE.replace(
         "THINK", "{% if enable_thinking | default(true) %}{{- '<think>\\n' }}{% endif %}"
     ),
@@ -290,17 +299,19 @@ def write_tokenizer(path: Path, template: str) -> None:
     """A byte-level BPE tokenizer of VOCABULARY entries, trained on the words of this file."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+    added = IMAGE_TOKENS if template == "images" else ()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY - len(added),
         special_tokens=[AddedToken(token, special=True) for token in SPECIAL_TOKENS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     corpus = [f" {word}" * 8 for word in WORDS]
     tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in added])
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise AssertionError(f"expected {VOCABULARY} tokens, got {tokenizer.get_vocab_size()}")
     tokenizer.save(str(path / "tokenizer.json"))

@@ -96,6 +96,7 @@ class QuantisedSequence:
 
     def fit(self, position: int, caches: Seq[Any]) -> int:
         """As `Sequence.fit`."""
+        position = self._plain.fit(position, caches)
         if holds(caches, "QuantizedKVCache"):
             return self._after_conversion(position)
         return self._before_conversion(position)

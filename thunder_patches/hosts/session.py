@@ -218,7 +218,7 @@ class Sequence:
 
         def reach(position: int) -> int:
             position = fit(position if limit is None else min(position, limit))
-            return position - 1 if position == barred else position
+            return self._outside_images(position - 1 if position == barred else position)
 
         for _ in range(_ATTEMPTS):
             found = self._plan(len(self), full and session.can_skip)
@@ -255,6 +255,17 @@ class Sequence:
 
     def fit(self, position: int, caches: Seq[Any]) -> int:
         """The largest position, not beyond this one, at which the host's own caches are exact."""
+        return self._outside_images(position)
+
+    def _outside_images(self, position: int) -> int:
+        """The largest position, not beyond this one, that is not within an image.
+
+        All tokens of an image have one negative id; the host embeds an image from its first token or
+        not at all.
+        """
+        if position < len(self) and self.tokens[position] < 0:
+            while position and self.tokens[position - 1] < 0:
+                position -= 1
         return position
 
     def due(self, start: int, end: int) -> list[int]:
@@ -274,7 +285,9 @@ class Sequence:
             last -= last % step
         due: list[int] = []
         for p in points(start, last, session.runtime.settings.snapshot_stride, step, boundaries):
-            if p <= end and p - (due[-1] if due else start) > 1 and end - p != 1:
+            if p > end or p - (due[-1] if due else start) <= 1 or end - p == 1:
+                continue
+            if self._outside_images(p) == p:
                 due.append(p)
         return due
 

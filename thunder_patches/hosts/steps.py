@@ -40,6 +40,9 @@ class FirstStep:
 class Prefilling:
     """Stands in for the model while one prompt is prefilled: a chunk in pieces, each stored after it.
 
+    ``input_embeddings`` ``[1, tokens, width]`` are cut as the tokens are. They are named because the
+    host looks for that name.
+
     Args:
         held: tokens in the caches before the first call.
     """
@@ -52,13 +55,21 @@ class Prefilling:
         self.position = held
         self._prefill = prefill
 
-    def __call__(self, inputs: mx.array, cache: Any = None, **kwargs: Any) -> mx.array:
+    def __call__(
+        self,
+        inputs: mx.array,
+        cache: Any = None,
+        input_embeddings: mx.array | None = None,
+        **kwargs: Any,
+    ) -> mx.array:
+        embedded = {} if input_embeddings is None else {"input_embeddings": input_embeddings}
         while (left := inputs.shape[1]) > 1:
             size, snapshot = left, False
             with shield("ssd_cache", "plan"):
                 size, snapshot = next_piece(self.sequence, self._prefill, self.position, left)
+            part = {name: value[:, :size] for name, value in embedded.items()}
             with measured(self._prefill, self.position, size):
-                result = self.model(inputs[:, :size], cache=cache, **kwargs)
+                result = self.model(inputs[:, :size], cache=cache, **kwargs, **part)
                 mx.eval([c.state for c in cache])
             self.position += size
             with shield("ssd_cache", "prefill"):
@@ -67,8 +78,9 @@ class Prefilling:
                 return result
             mx.clear_cache()
             inputs = inputs[:, size:]
+            embedded = {name: value[:, size:] for name, value in embedded.items()}
         self.position += 1
-        return self.model(inputs, cache=cache, **kwargs)
+        return self.model(inputs, cache=cache, **kwargs, **embedded)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -94,7 +106,13 @@ class SerialSteps(Prefilling):
         self._end = len(sequence)
         self._logits: mx.array | None = None
 
-    def __call__(self, inputs: mx.array, cache: Any = None, **kwargs: Any) -> mx.array:
+    def __call__(
+        self,
+        inputs: mx.array,
+        cache: Any = None,
+        input_embeddings: mx.array | None = None,
+        **kwargs: Any,
+    ) -> mx.array:
         if self._stored is not None:
             logits, self._stored = self._stored, None
             self.position += inputs.shape[1]
@@ -104,7 +122,7 @@ class SerialSteps(Prefilling):
             with shield("ssd_cache", "first token"):
                 self.sequence.store(cache, self._end, snapshot=True, logits=self._logits)
             self._logits = None
-        result = super().__call__(inputs, cache, **kwargs)
+        result = super().__call__(inputs, cache, input_embeddings, **kwargs)
         if self.position == self._end:
             self._logits = result[0, -1]
         return result

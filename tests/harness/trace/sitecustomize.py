@@ -8,6 +8,9 @@ Does nothing without the variables below. With HARNESS_TRACE=file it
 - with HARNESS_ANSWERS=file appends one JSON line for each token of an answer of the batched path:
   {"answer": uid, "token": id, "logprob": its logprob};
 - with HARNESS_PREFILL_STEP=tokens makes oMLX prefill in chunks of that size, which it has no setting for;
+- with HARNESS_SEES=1 gives every model class that load_model returns an `embed_inputs`, as a model
+  with a vision tower has it: mlx-lm's only one needs Metal. An image's patch is a row of the embedding
+  that its pixels pick;
 - with HARNESS_SLOW_WRITES=seconds waits that long before each rename of a file to a name
   under THUNDER_CACHE_DIR, on the thread that renames.
 
@@ -36,6 +39,8 @@ class _Watch:
         if cls in self.seen:
             return
         self.seen.add(cls)
+        if os.environ.get("HARNESS_SEES"):
+            cls.embed_inputs = _embed_inputs
         original = cls.__call__
 
         @functools.wraps(original)
@@ -111,6 +116,22 @@ def _set_prefill_step(tokens):
         module.SchedulerConfig.__init__ = init
 
     return change
+
+
+def _embed_inputs(model, inputs, *, pixel_values):
+    """Stands in for mlx_lm.models.muse_spark's: the patch tokens' rows, from the images in order."""
+    import mlx.core as mx
+
+    table = model.model.embed_tokens
+    patch = table.weight.shape[0] - 2
+    pixels = [p.reshape(3, p.shape[1] // 2, 2, p.shape[2] // 2, 2) for p in pixel_values]
+    means = mx.concatenate([p.mean(axis=(0, 2, 4)).flatten() for p in pixels])
+    found = mx.cumsum(inputs == patch) - 1
+    assert found[-1].item() + 1 == len(means), (
+        "patch tokens without pixels, or pixels without tokens"
+    )
+    picked = mx.floor((means + 1) * 150).astype(inputs.dtype)
+    return table(mx.where(inputs == patch, picked[mx.maximum(found, 0)], inputs))
 
 
 class _Loader(importlib.abc.Loader):

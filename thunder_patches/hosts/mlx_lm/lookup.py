@@ -115,6 +115,6 @@ def _given(prompt: Prompt, hit: Hit, tokens: list[int]) -> Found:
 def _nearly(sequence: AnySequence) -> Hit | None:
     if not is_on("approx_skip") or loaded.family not in FAMILIES or loaded.ranks is not None:
         return None
-    if not isinstance(sequence, Sequence):
+    if not isinstance(sequence, Sequence) or (sequence.tokens < 0).any():  # images
         return None
     return approximate(sequence, lambda ids, kv: loaded.model(mx.array([ids]), cache=kv))

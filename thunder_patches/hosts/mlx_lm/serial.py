@@ -26,7 +26,7 @@ def generate_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     with shield("ssd_cache", "start"):
         given = named(wrapped, args, kwargs)
         request, caches = current(), given.get("prompt_cache")
-        if (sequence := _sequence(given)) is not None and given.get("input_embeddings") is None:
+        if (sequence := _sequence(given)) is not None:
             assert request is not None
             logits = request.hit.logits if request.hit is not None else None
             held = len(sequence) - len(given["prompt"])
