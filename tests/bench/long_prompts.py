@@ -8,7 +8,9 @@ Models of random float32 weights; without a name all three are measured.
 memory: the most that MLX held while a prompt was prefilled, less what it held before, less the
 prompt's KV; a fresh server for each length and side. Target: the longest at most 1.1 times the
 shortest. The RAM tier is left out (THUNDER_RAM_CACHE_MB=0): it keeps KV, within a budget of its own.
-The process's greatest resident size is given too.
+Given apart: the same for the whole request, with the copies of all KV that are made between prompt and
+answer and after it, which are some times the KV (for stock only the larger of both is known), and the
+process's greatest resident size.
 
 overhead: seconds to the first token of unseen prompts of 16K tokens; stock, with the package, and
 with the package but the host's own chunks, in turns. Target: chunking costs at most 2.5 %, the third
@@ -148,7 +150,8 @@ def measure_memory(lengths: list[int], folder: Path) -> dict[str, Any]:
                 {
                     "tokens": answer.prompt_tokens,
                     "kv": held,
-                    "beyond": found["peak"] - before - held,
+                    "beyond": (found["prefill"] or found["peak"]) - before - held,
+                    "whole_beyond": found["peak"] - before - held,
                     "resident_beyond": found["resident"] - resident - held,
                     "seconds": answer.first,
                 }
@@ -348,7 +351,8 @@ def _tell(found: dict[str, Any]) -> None:
             for row in memory[name]:
                 print(
                     f"memory, {name}: {row['tokens']:,} tokens, KV {size(row['kv'])}, beyond it "
-                    f"{size(row['beyond'])} (resident {size(row['resident_beyond'])}), "
+                    f"{size(row['beyond'])}, of the whole request {size(row['whole_beyond'])}, "
+                    f"resident {size(row['resident_beyond'])}; "
                     f"{row['seconds']:.1f} s"
                 )
             print(f"memory, {name}: {memory['longest_to_shortest'][name]:.2f} x, target <= {FLAT}")

@@ -196,7 +196,7 @@ def chunk(
 
 
 def last_cut(places: list[Cut], low: int, high: int) -> Cut | None:
-    """The best cut with ``low`` <= at <= ``high``: highest level, then farthest. For chunk plans."""
+    """The best cut with ``low`` <= at <= ``high``: highest level, then farthest."""
     inside = [cut for cut in places if low <= cut.at <= high]
     return max(inside, key=lambda cut: (cut.level, cut.at), default=None)
 

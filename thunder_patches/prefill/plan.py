@@ -3,6 +3,13 @@
 Attention over a long context needs scratch that grows with chunk times context where the backend keeps
 the scores, and hardly at all where it does not. Which it is isn't guessed: each chunk's own peak is
 measured, and the next chunk is sized from what was seen.
+
+Where chunks end matters to reuse only for state that cannot be cut: that is resumed where a snapshot was
+taken, at message boundaries and every few blocks (`hosts.session.Sequence.due`). Inside a long message
+no text boundary is looked for (`pilot.chunking`): edits begin anywhere, so that what is computed again
+is set by the distance between snapshots. Counted over edits of long texts, even ones that begin at
+paragraphs (`tests/bench/snapshot_places.py`): snapshots moved to text boundaries save 1 % of it, one more
+snapshot at the best boundary of each stretch 19 %, as many at even distances 50 %.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Loaded by the servers of `tests.bench.long_prompts` only: writes down what memory MLX takes.
 
-Twenty times a second ``PEAKS_FILE`` gets {"active": bytes, "peak": bytes, "resident": bytes}: what MLX
-holds, the most that it has held, and the most that the process has had in RAM. The peak is right
-although the package resets MLX's own before every chunk. A file of that name with ".reset" begins anew.
+Twenty times a second ``PEAKS_FILE`` gets {"active": bytes, "peak": bytes, "prefill": bytes, "resident":
+bytes}: what MLX holds, the most that it has held, the most before the last chunk of a prompt (the package
+resets MLX's own count before every chunk; 0 without it), and the most that the process has had in RAM.
+A file of that name with ".reset" begins anew.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ def _watch(path):
             before[0] = 0
             reset()
         peak = max(before[0], mx.get_peak_memory())
-        found = {"active": mx.get_active_memory(), "peak": peak, "resident": _most_resident()}
+        found = {"active": mx.get_active_memory(), "peak": peak, "prefill": before[0]}
+        found["resident"] = _most_resident()
         with open(path + ".new", "w") as file:
             json.dump(found, file)
         os.replace(path + ".new", path)
