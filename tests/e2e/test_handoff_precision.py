@@ -9,10 +9,11 @@ import pytest
 from tests.e2e.folder import wait_for
 from tests.e2e.handing import begun, call, conversation, hand_over, in_words
 from tests.e2e.steps import served
+from tests.e2e.test_codecs import calibrated
 from tests.harness.client import HttpError
 from tests.harness.compare import Answer, differences
 from tests.harness.fleet import Fleet
-from tests.harness.models import Model, text_of
+from tests.harness.models import Model, ModelFactory, text_of
 
 NEXT = [{"role": "user", "content": text_of(20, 77)}]
 FAR = 0.3
@@ -25,6 +26,14 @@ def worst(expected: Answer, found: Answer) -> float:
     count = same.index(False) if False in same else len(same)
     off = [abs(a - b) for a, b in zip(expected.logprobs[:count], found.logprobs, strict=False)]
     return max(off, default=99.0)
+
+
+def mean(expected: Answer, found: Answer, least: int = 4) -> float:
+    """Mean difference of the logprobs up to the first other token, of which `least` come before it."""
+    same = [a == b for a, b in zip(expected.tokens, found.tokens, strict=True)]
+    count = same.index(False) if False in same else len(same)
+    off = [abs(a - b) for a, b in zip(expected.logprobs[:count], found.logprobs, strict=False)]
+    return sum(off) / count if count >= least else 99.0
 
 
 @pytest.mark.parametrize("precision", ["int8", "mixed"])
@@ -102,10 +111,60 @@ def test_after_an_answer_and_on(fleet: Fleet, full: Model, seed: int) -> None:
     assert answer.cached_tokens == last["tokens"]
 
 
-def test_kvtc_needs_a_calibration(fleet: Fleet, full: Model, seed: int) -> None:
-    body = {"messages": conversation(seed), "precision": "kvtc"}
-    status, told = call(fleet.shared(full), "POST", "/thunder/handoff", body)
+@pytest.mark.one_hybrid
+def test_kvtc_after_a_calibration(
+    fleet: Fleet, models: ModelFactory, model: Model, kind: str, seed: int, tmp_path: Path
+) -> None:
+    """Refused before it is made, which a running server notices; then near, smaller and apart."""
+    cache = tmp_path / "cache"
+    server = fleet.server(model, cache_dir=cache)
+    read = conversation(seed, system=400)
+    body = {"messages": read, "precision": "kvtc"}
+    status, told = call(server, "POST", "/thunder/handoff", body)
     assert (status, told["reason"]) == (409, "calibration")
+    calibrated(fleet, model, cache, tmp_path)
+    exact = hand_over(server, messages=read)
+    handed = hand_over(server, **body)
+    assert handed["precision"] == "kvtc" and handed["checksum"] != exact["checksum"]
+    assert handed["tokens"] == handed["next_position"] == handed["stored_tokens"] == exact["tokens"]
+    assert handed["size"] < exact["size"] * 0.8
+    with server.watch() as calls:
+        answer = server.chat(NEXT, thunder={"handoff": handed["id"]})
+    assert answer.cached_tokens == handed["tokens"] and answer.prompt_tokens is not None
+    run = calls.prompt_tokens_run(answer.usage["completion_tokens"])
+    assert run == answer.prompt_tokens - answer.cached_tokens
+    assert answer.raw["thunder"]["handoff"]["precision"] == "kvtc"
+    assert answer.usage["context_pilot"]["lossy"] == "kvtc"
+    expected = fleet.expected(model, messages=[*read, *NEXT])
+    assert differences(expected, answer), "a coded state gave the exact answer"
+    # The random hybrid is near a tie at its fourth token, and no two calibrations are the same.
+    assert mean(expected, answer, least=2 if kind.startswith("hybrid") else 4) < FAR
+    served(fleet, server, model, messages=[*read, *NEXT], cached=range(handed["tokens"], 999))
+    # The controls: another context is far off; and no other calibration reads this one.
+    other = hand_over(server, messages=conversation(seed + 5, system=400), precision="kvtc")
+    far = server.chat(NEXT, thunder={"handoff": other["id"]})
+    assert far.tokens != expected.tokens
+    assert kind != "full" or mean(expected, far) > FAR
+    (mine,) = (cache / "calibrations").glob("*.safetensors")
+    calibration = mine.read_bytes()
+    calibrated(fleet, models.get("llama"), tmp_path / "llama", tmp_path)
+    (others,) = (tmp_path / "llama" / "calibrations").glob("*.safetensors")
+    wrong = (others.read_bytes(), calibration[:-1] + bytes([calibration[-1] ^ 1]))
+    for content in wrong:
+        mine.write_bytes(content)
+        server.restart()
+        with pytest.raises(HttpError) as caught:
+            server.chat(NEXT, thunder={"handoff": handed["id"]})
+        assert caught.value.status == 409 and "calibration" in caught.value.body
+    mine.write_bytes(calibration)
+    again = server.chat(NEXT, thunder={"handoff": handed["id"]})
+    assert (again.tokens, again.logprobs) == (answer.tokens, answer.logprobs)
+    (file,) = cache.glob(f"v1/contexts/handoff/{handed['id']}*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(HttpError) as caught:
+        server.chat(NEXT, thunder={"handoff": handed["id"]})
+    assert caught.value.status == 409 and "checksum" in caught.value.body
 
 
 def test_coded_while_the_answer_is_generated(fleet: Fleet, full: Model, seed: int) -> None:

@@ -20,7 +20,7 @@ from tests.e2e.folder import CacheFolder, wait_for
 from tests.e2e.handing import call, conversation, goes_on, text_after
 from tests.e2e.steps import MISS, served
 from tests.e2e.test_codecs import calibrated
-from tests.e2e.test_handoff_precision import FAR, worst
+from tests.e2e.test_handoff_precision import FAR, mean, worst
 from tests.harness.client import HttpError, Json
 from tests.harness.compare import Answer, assert_same, differences
 from tests.harness.fleet import ask
@@ -183,7 +183,9 @@ def test_kvtc(
     expected = fleet.expected(full, messages=[*read, *NEXT])
     assert answer.usage["context_pilot"]["lossy"] == "kvtc"
     assert answer.cached_tokens == handed["tokens"]
-    assert differences(expected, answer) and worst(expected, answer) < FAR
+    assert differences(expected, answer) and mean(expected, answer) < FAR
+    other = hand_over(server, messages=reading(seed + 5), precision="kvtc")
+    assert mean(expected, server.chat(NEXT, thunder={"handoff": other["id"]})) > FAR, "the control"
     served(fleet, server, full, messages=[*read, *NEXT], cached=range(handed["tokens"], 999))
     other = tmp_path / "other"
     calibrated(fleet, models.get("llama"), other, tmp_path)
