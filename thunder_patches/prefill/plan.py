@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-REFERENCE = 14_336
+REFERENCE = 14_592
 """Context whose scratch, at the host's own chunk size, is the cap for all longer ones, in tokens.
 
-The last whole chunk of a prompt of 16K tokens ends beyond it, wherever the first one began."""
+A prompt of 16K tokens reaches it with its last whole chunk but one, which ends a few tokens (a chat's
+opening that was stored already) beyond 14,336."""
 SMALLEST = 64
 """Tokens in the smallest chunk."""
 GRAIN = 32
