@@ -1,6 +1,6 @@
 """What boundary snapshots cost a prefill, by stride and size of the state.
 
-    python -m tests.bench.snapshots [--tokens N] [--repeats N] [--json]
+    python -m tests.bench.snapshots [--tokens N] [--repeats N] [--sizes S ...] [--strides N ...] [--json]
 
 Hybrid models (qwen3_next: three gated delta layers to one of full attention) with random float32
 weights, prefilled in process in chunks of 2048 tokens while a store with a folder takes everything.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import qwen3_next
 from mlx_lm.models.cache import make_prompt_cache
 
+from tests.bench.shapes import environment
 from thunder_patches.cache.store import CacheStore
 from thunder_patches.cli._play.figures import Spread
 from thunder_patches.config import Settings
@@ -34,7 +36,7 @@ from thunder_patches.hosts.session import Family, Session
 from thunder_patches.observe.counters import Counters
 
 BLOCK, CHUNK, NONE = 256, 2048, 4096
-STRIDES = (NONE, 16, 8, 4, 2, 1)
+STRIDES = (16, 8, 4, 2, 1)
 TARGET = 1.03
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden": 128, "layers": 4, "value_heads": 4, "head": 32},
@@ -95,13 +97,14 @@ def prefill(model: Any, session: Session, tokens: np.ndarray) -> float:
     return time.perf_counter() - begin
 
 
-def measure(size: str, length: int, repeats: int, folder: Path) -> dict[str, Any]:
+def measure(size: str, asked: list[int], length: int, repeats: int, folder: Path) -> dict[str, Any]:
     """Seconds and ratios by stride."""
+    strides = [NONE, *asked]
     model = model_of(**SIZES[size])
-    seconds: dict[int, list[float]] = {stride: [] for stride in STRIDES}
+    seconds: dict[int, list[float]] = {stride: [] for stride in strides}
     written: dict[int, int] = {}
     for turn in range(-1, repeats):  # turn -1 warms
-        for stride in STRIDES if turn % 2 else reversed(STRIDES):
+        for stride in strides if turn % 2 else reversed(strides):
             counters = Counters()
             where = folder / f"{size}-{turn}-{stride}"
             store = CacheStore(
@@ -136,7 +139,7 @@ def measure(size: str, length: int, repeats: int, folder: Path) -> dict[str, Any
                 ),
                 "bytes": written[stride],
             }
-            for stride in STRIDES
+            for stride in strides
         },
     }
 
@@ -152,11 +155,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--strides", type=int, nargs="+", default=list(STRIDES), help="with 8")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    environ = environment()
+    if "LD_PRELOAD" in environ and "LD_PRELOAD" not in os.environ:
+        command = [sys.executable, "-m", "tests.bench.snapshots", *sys.argv[1:]]
+        os.execve(sys.executable, command, environ)
     with tempfile.TemporaryDirectory() as scratch:
         found = {
-            size: measure(size, options.tokens, options.repeats, Path(scratch)) for size in SIZES
+            size: measure(size, options.strides, options.tokens, options.repeats, Path(scratch))
+            for size in options.sizes
         }
     if options.json:
         print(json.dumps(found, indent=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -95,21 +96,26 @@ def _longest(model: Any, tokens: list[int], prompt: Prompt, own: Found, limit: i
             keep_out(tokens)
     if hit is None:
         return cache, rest
-    prompt.hit = hit
     if loaded.prefill is not None:
         loaded.prefill.held(prompt.reservation, hit.length)
     skip = "full" if hit.full else "approximate" if hit.approximate else "none"
     skipped = hit.length if hit.reused is None else hit.reused
     prompt.outcome = Outcome(skipped, skip, hit.source)
-    return adopt(hit.caches), tokens[min(hit.length, len(tokens) - 1) :]
+    return _hand_over(prompt, hit), tokens[min(hit.length, len(tokens) - 1) :]
 
 
 def _given(prompt: Prompt, hit: Hit, tokens: list[int]) -> Found:
     assert prompt.sequence is not None
-    prompt.sequence.keep, prompt.hit = 0, hit
+    prompt.sequence.keep = 0
     keep_out(tokens)
     prompt.outcome = Outcome(hit.length, "none", hit.source, codec=hit.codec)
-    return adopt(hit.caches), tokens[hit.length :]
+    return _hand_over(prompt, hit), tokens[hit.length :]
+
+
+def _hand_over(prompt: Prompt, hit: Hit) -> Any:
+    """The restored caches, for the host alone: arrays that are held twice are copied when written to."""
+    prompt.hit = replace(hit, caches=[])
+    return adopt(hit.caches)
 
 
 def _nearly(sequence: AnySequence) -> Hit | None:
