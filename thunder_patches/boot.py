@@ -32,9 +32,9 @@ class HostFinder:
 
     @staticmethod
     def find_spec(
-        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return find(name, path, target)
+        return find(fullname, path, target)
 
 
 def start() -> None:

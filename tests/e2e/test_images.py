@@ -29,11 +29,15 @@ def seeing(request: pytest.FixtureRequest, host: Host, models: ModelFactory) -> 
     """A model with a configuration for images; gemma3's sliding layers resume from snapshots only."""
     if not host.at_least("0.32.2"):
         pytest.skip("images came with mlx-lm 0.32.2")
+    return _seeing(models, request.param)
+
+
+def _seeing(models: ModelFactory, arch: str) -> Model:
     config = {
         "vision_config": {"patch_size": 2, "merge_size": 1},
         "processor_type": "muse_spark",
     }
-    return models.get(request.param, template="images", config=config)
+    return models.get(arch, template="images", config=config)
 
 
 def picture(seed: int) -> dict[str, Any]:
@@ -73,6 +77,24 @@ def test_answers_about_images(fleet: Fleet, seeing: Model, seed: int, before: in
     server.restart()
     assert _same(stock, server, asking(one, before, 21, seed)) >= before // BLOCK * BLOCK
     assert _same(stock, server, asking(other, before, 9, seed)) >= before + PATCHES
+
+
+def test_answers_under_quantised_kv(
+    fleet: Fleet, host: Host, models: ModelFactory, seed: int
+) -> None:
+    """What quantised KV allows and what images allow have to hold at once."""
+    if not host.at_least("0.32.2"):
+        pytest.skip("images came with mlx-lm 0.32.2")
+    model = _seeing(models, "qwen3")
+    args = ("--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "64")
+    args += ("--prefill-step-size", "48")
+    stock = fleet.server(model, args=args, env={**SEES, "THUNDER": "0"})
+    server = fleet.server(model, args=args, env=SEES, host_cache=True)
+    one = picture(seed)
+    for after in (9, 14, 9):
+        _same(stock, server, asking(one, 45, after, seed))
+    server.restart()
+    assert _same(stock, server, asking(one, 45, 9, seed)) > 0
 
 
 def test_an_image_is_never_begun_in_its_middle(fleet: Fleet, seeing: Model, seed: int) -> None:

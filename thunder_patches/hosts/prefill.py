@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..patching.guard import is_on
+from ..patching.guard import is_on, shield
 from ..prefill.memory import MemoryGuard, Reservation
 from ..prefill.plan import GRAIN, SMALLEST, ChunkPlan
 from ..tensors.estimate import kv_bytes_per_token
@@ -92,7 +92,9 @@ class Measure:
         mx.reset_peak_memory()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is None:
+        if error is not None:
+            return
+        with shield("chunked_prefill", "measure"):
             held = max(self._before, mx.get_active_memory())
             scratch = mx.get_peak_memory() - held
             self._plan.saw(self._tokens, self._context + self._tokens, scratch)

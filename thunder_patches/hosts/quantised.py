@@ -96,10 +96,12 @@ class QuantisedSequence:
 
     def fit(self, position: int, caches: Seq[Any]) -> int:
         """As `Sequence.fit`."""
-        position = self._plain.fit(position, caches)
-        if holds(caches, "QuantizedKVCache"):
-            return self._after_conversion(position)
-        return self._before_conversion(position)
+        exact = (
+            self._after_conversion if holds(caches, "QuantizedKVCache") else self._before_conversion
+        )
+        while (shorter := self._plain.fit(exact(position), caches)) != position:
+            position = shorter
+        return position
 
     def _after_conversion(self, position: int) -> int:
         return position if position >= self.session.converts_at else 0
