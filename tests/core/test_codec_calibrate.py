@@ -173,6 +173,7 @@ def test_calibration_end_to_end_and_resumed(tmp_path) -> None:
         size=128,
     )
     assert again.measured["tokens"] == whole.measured["tokens"]
+    assert again.write(tmp_path).id == whole.write(tmp_path).id, "as if it had not been interrupted"
     again = calibrate(
         model,
         make_cache,
@@ -183,6 +184,23 @@ def test_calibration_end_to_end_and_resumed(tmp_path) -> None:
         size=128,
     )
     assert (0, "statistics") not in calls[-6:], "statistics were taken up again"
+
+
+def test_two_runs_give_the_same_bytes(tmp_path) -> None:
+    """Whatever MLX's random state is, which they leave as it was; the id is a checksum of all."""
+    model = tiny()
+    make_cache = lambda: host_cache.make_prompt_cache(model)  # noqa: E731
+    ids, drawn = [], []
+    for i in range(2):
+        mx.random.seed(50 + i)
+        made = calibrate(model, make_cache, "tiny", texts(), size=128)
+        drawn.append(mx.random.uniform().item())
+        mx.random.seed(50 + i)
+        assert mx.random.uniform().item() == drawn[i]
+        ids.append(made.write(tmp_path / str(i)).id)
+    assert ids[0] == ids[1] and drawn[0] != drawn[1]
+    other = calibrate(model, make_cache, "tiny", texts(7), size=128)
+    assert other.write(tmp_path / "other").id != ids[0], "the control: other texts, another id"
 
 
 @pytest.mark.parametrize(("mode", "step"), [("steps", 0.4), ("steps", 0.001), ("groups", 0.4)])
