@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import forked
 from .client import Client
 
 TRACE = Path(__file__).parent / "trace"
@@ -58,7 +59,7 @@ class Server(Client):
         self.launch = tuple(launch)
         self.log_file = folder / "server.log"
         self.trace_file = folder / "trace.jsonl"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | forked.Process | None = None
         self.may_fail = False
         """Set by tests that make the host fail: stack traces in the log are then expected."""
 
@@ -142,16 +143,22 @@ class Server(Client):
         command = [str(self.python), *self.launch, "--host", "127.0.0.1", "--port", str(self.port)]
         if self.model is not None:
             command += ["--model", str(self.model)]
-        with self.log_file.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*command, *self.args],
-                cwd=self.folder,  # not the repository, whose package would be found first
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        command += self.args
+        env, self.process = self._environment(), None
+        # The interpreter and the libraries read other variables than these when they start.
+        if all(name.startswith(("THUNDER", "HARNESS")) for name in self.env):
+            self.process = forked.start(command, env, self.folder, self.log_file)
+        if self.process is None:
+            with self.log_file.open("ab") as log:
+                self.process = subprocess.Popen(
+                    command,
+                    cwd=self.folder,  # not the repository, whose package would be found first
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
 
     def _environment(self) -> dict[str, str]:
         """The caller's environment without what could change an answer or leak between tests."""
