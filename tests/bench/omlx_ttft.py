@@ -1,6 +1,6 @@
 """Time to first token under oMLX, stock against patched: a repeat, an edited tail, a restart.
 
-    python -m tests.bench.omlx_ttft [--tokens N] [--repeats N] [--json FILE]
+    python -m tests.bench.omlx_ttft [--kind KIND] [--tokens N] [--repeats N] [--json FILE]
 
 Run it with the Python of an environment that has oMLX and this package. For each model kind a stock and
 a patched server run side by side and take turns, which one begins alternates; stock has its own SSD cache
@@ -122,6 +122,7 @@ def _figures(rows: list[dict[str, tuple[float, int]]]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", choices=KINDS, action="append", help="default: all")
     parser.add_argument("--tokens", type=int, default=1536)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -129,8 +130,8 @@ def main() -> int:
     result: dict[str, Any] = {"prompt_tokens": options.tokens, "model": LARGER, "kinds": {}}
     with tempfile.TemporaryDirectory() as scratch:
         models = ModelFactory(Path(scratch) / "models")
-        for kind, arch in KINDS.items():
-            model = models.get(arch, config=LARGER)
+        for kind in options.kind or KINDS:
+            model = models.get(KINDS[kind], config=LARGER)
             found = measure(model, Path(scratch) / kind, options.tokens, options.repeats)
             result["kinds"][kind] = found
             _show(kind, found)

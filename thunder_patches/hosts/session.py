@@ -107,6 +107,8 @@ class Session:
         make_cache: the host's way to a new, empty prompt cache for this model.
         variant: what else decides the state's form, such as quantised KV settings.
         can_skip: whether the first token can come from stored logits alone.
+        host_grain: tokens between two places where the host itself would keep the state of layers that
+            can't be cut; snapshots are taken at least as often, unless they are turned off.
 
     Raises:
         tensors.layers.UnsupportedCache: when a layer's cache is of an unknown class.
@@ -122,6 +124,7 @@ class Session:
         *,
         variant: str = "",
         can_skip: bool = True,
+        host_grain: int | None = None,
     ) -> None:
         fresh = make_cache()
         self.runtime = runtime
@@ -134,9 +137,11 @@ class Session:
         self.cuttable = is_cuttable(fresh)
         self.exact_decode = family.decode_is_prefill and not has_ring(fresh)
         self.cut_anywhere = family.cut_anywhere
-        self.grain = runtime.settings.block_tokens * (
-            1 if self.cuttable else runtime.settings.snapshot_stride
-        )
+        self.stride = runtime.settings.snapshot_stride
+        """Blocks between two snapshots of layers that can't be cut; 0 for none."""
+        if host_grain is not None:
+            self.stride = min(self.stride, max(1, host_grain // runtime.settings.block_tokens))
+        self.grain = runtime.settings.block_tokens * (1 if self.cuttable else self.stride)
         """Tokens between two places where state can be resumed, message boundaries left aside."""
         self.block_tokens = runtime.settings.block_tokens
         if not family.cut_anywhere and self.block_tokens % SCAN:
@@ -284,7 +289,7 @@ class Sequence:
             boundaries = tuple(b - b % step for b in boundaries)
             last -= last % step
         due: list[int] = []
-        for p in points(start, last, session.runtime.settings.snapshot_stride, step, boundaries):
+        for p in points(start, last, session.stride, step, boundaries):
             if p > end or p - (due[-1] if due else start) <= 1 or end - p == 1:
                 continue
             if self._outside_images(p) == p:

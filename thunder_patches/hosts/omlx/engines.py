@@ -37,7 +37,13 @@ class Engine:
             make = sys.modules["mlx_lm.models.cache"].make_prompt_cache
             # Requests that are remembered hold their session, and must not hold the weights.
             held = weakref.ref(model)
-            self.session = Session(runtime(), identity, family, lambda: make(held()))
+            self.session = Session(
+                runtime(),
+                identity,
+                family,
+                lambda: make(held()),
+                host_grain=_host_grain(scheduler),
+            )
             self.prefill = Prefill(
                 model,
                 make(model),
@@ -87,6 +93,16 @@ def tokenizer_named(name: str | None) -> Any:
 def engines() -> list[Engine]:
     """All that are loaded now."""
     return list(_engines.values())
+
+
+def _host_grain(scheduler: Any) -> int | None:
+    """Tokens in a block of the host's own cache; None where it keeps nothing.
+
+    The host prefills up to each block's end, and keeps the state of layers that can't be cut there.
+    """
+    if getattr(scheduler, "block_aware_cache", None) is None:
+        return None
+    return int(scheduler.config.paged_cache_block_size)
 
 
 def _folder(name: str) -> Path:
