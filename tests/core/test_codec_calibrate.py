@@ -205,7 +205,10 @@ def test_two_runs_give_the_same_bytes(tmp_path) -> None:
 
 @pytest.mark.parametrize(("mode", "step"), [("steps", 0.4), ("steps", 0.001), ("groups", 0.4)])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_mlx_decodes_as_numpy_does(mode: str, step: float, interleaved: bool) -> None:
+@pytest.mark.parametrize("numpy", [False, True])
+def test_a_batch_is_decoded_as_each_block_is(
+    mode: str, step: float, interleaved: bool, numpy: bool
+) -> None:
     """All blocks in one batch: the first with sinks, a last one that is shorter.
 
     The smallest step gives numbers that int8 can't hold.
@@ -227,7 +230,7 @@ def test_mlx_decodes_as_numpy_does(mode: str, step: float, interleaved: bool) ->
         back = to_float32(codec.decode(part, coded, header), "BF16")
         wanted.append(back.reshape(part.shape))
     assert (step == 0.001) == any(len(block.large[0]) for block in blocks)
-    found = kvtc_decode.decode("k0", blocks, mx.bfloat16)
+    found = kvtc_decode.decode("k0", blocks, mx.bfloat16, numpy)
     mx.eval(found)
     for a, b in zip(found, wanted, strict=True):
         a = np.array(a.astype(mx.float32))
