@@ -73,6 +73,21 @@ def test_panels_do_not_overlap_and_each_has_its_own_number() -> None:
     assert len({panel["id"] for panel in panels}) == len(panels)
 
 
+REQUIRED = {
+    "stat": {"reduceOptions", "orientation", "graphMode", "colorMode", "textMode", "justifyMode"}
+    | {"wideLayout", "showPercentChange", "percentChangeColorMode"},
+    "bargauge": {"reduceOptions", "orientation", "displayMode", "valueMode", "namePlacement"}
+    | {"showUnfilled", "sizing", "minVizWidth", "minVizHeight", "maxVizHeight", "legend"},
+    "timeseries": {"legend", "tooltip"},
+}
+"""The options that the types of Grafana 13 (npm: @grafana/schema) require of each kind of panel."""
+
+
+def test_panels_have_the_options_that_their_kind_requires() -> None:
+    for panel in json.loads(dashboard())["panels"]:
+        assert REQUIRED[panel["type"]] <= set(panel["options"]), panel["title"]
+
+
 def test_the_route_gives_it() -> None:
     found = answer("GET", "/thunder/grafana.json", "", lambda *, details=False: {})
     assert found is not None and json.loads(found.body)["title"] == "thunder"
