@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from tests.harness.client import Json
+import pytest
+
+from tests.harness.client import HttpError, Json
 from tests.harness.compare import Answer, assert_same
 from tests.harness.fleet import Fleet, ask
 from tests.harness.models import WORDS, Model, text_of
@@ -43,6 +45,7 @@ def begun(server: Server, body: Json) -> Iterator[tuple[str, Callable[[], bytes]
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
         headers = {"Content-Type": "application/json"}
+        body = server.fields | {"stream": True} | body
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()
         assert response.status == 200
@@ -54,9 +57,16 @@ def begun(server: Server, body: Json) -> Iterator[tuple[str, Callable[[], bytes]
 
 def hand_over(server: Server, **body: Any) -> Json:
     """The descriptor of a new handoff."""
-    status, descriptor = call(server, "POST", "/thunder/handoff", body)
+    status, descriptor = call(server, "POST", "/thunder/handoff", server.fields | body)
     assert status == 200, descriptor
     return descriptor
+
+
+def refused(server: Server, id: str, messages: list[Json], **body: Any) -> tuple[int, Json]:
+    """Status and body of the refusal to go on from a context."""
+    with pytest.raises(HttpError) as caught:
+        server.chat(messages, thunder={"handoff": id}, **body)
+    return caught.value.status, json.loads(caught.value.body)
 
 
 def in_words(model: Model) -> Json:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.coded import calibrated
 from tests.e2e.folder import CacheFolder, wait_for
 from tests.e2e.steps import MISS, added, counts, served
 from tests.harness.compare import Answer, assert_same, assert_telling
@@ -19,26 +18,6 @@ from thunder_patches.cache import audit
 
 LOSSY = ("int8", "kvtc")
 PLAIN = ("raw", "planes+zstd", "planes+lz4")
-
-
-def calibrated(fleet: Fleet, model: Model, cache: Path, place: Path) -> dict[str, Any]:
-    """What `thunder calibrate` tells after it has calibrated the model, in the host's environment."""
-    text = place / "text.txt"
-    text.write_text(text_of(3000, seed=0))
-    command = "import sys; from thunder_patches.cli import main; sys.exit(main(sys.argv[1:]))"
-    run = subprocess.run(
-        [
-            *(str(fleet.python), "-c", command, "calibrate", str(model.path), str(text)),
-            *("--no-bundled", "--json"),
-        ],
-        env={"THUNDER_CACHE_DIR": str(cache), "PATH": "", "HF_HUB_OFFLINE": "1"},
-        cwd=place,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    return dict(json.loads(run.stdout))
 
 
 def lossy(answer: Answer) -> str | None:
@@ -88,7 +67,7 @@ def test_lossy_codecs_hit_after_a_restart_and_say_so(
     """Each kind has layers of full attention, whose rows are coded; all other state stays exact."""
     cache = tmp_path / "cache"
     if codec == "kvtc":
-        told = calibrated(fleet, model, cache, tmp_path)
+        told = calibrated(fleet, model, cache)
         assert set(told["held_out"]) == {"high", "balanced", "small"}
     server = fleet.server(model, cache_dir=cache, env={"THUNDER_CODEC": codec})
     prompt = text_of(200, seed)
@@ -121,7 +100,7 @@ def test_lossy_blocks_never_answer_an_exact_look_up(
 ) -> None:
     cache = tmp_path / "cache"
     if codec == "kvtc":
-        calibrated(fleet, full, cache, tmp_path)
+        calibrated(fleet, full, cache)
     server = fleet.server(full, cache_dir=cache, env={"THUNDER_CODEC": codec})
     prompt = text_of(200, seed)
     served(fleet, server, full, prompt=prompt, cached=MISS)
@@ -159,7 +138,7 @@ def test_a_lost_calibration_costs_the_hit_only(
     fleet: Fleet, full: Model, seed: int, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
-    calibrated(fleet, full, cache, tmp_path)
+    calibrated(fleet, full, cache)
     server = fleet.server(full, cache_dir=cache, env={"THUNDER_CODEC": "kvtc"})
     prompt = text_of(200, seed)
     served(fleet, server, full, prompt=prompt, cached=MISS)

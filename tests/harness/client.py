@@ -32,6 +32,8 @@ class Client:
         self.timeout = timeout
         self.headers: dict[str, str] = {}
         """Sent with every POST, such as an API key."""
+        self.fields: Json = {}
+        """Fields of every POST's body that doesn't have them, such as the model's name."""
 
     def get(self, path: str, timeout: float | None = None) -> tuple[int, str]:
         """Status and body of a GET."""
@@ -98,7 +100,7 @@ class Client:
         """The JSON that a POST of JSON returns; HttpError unless the status is 200."""
         with self._connection(timeout) as connection:
             headers = {"Content-Type": "application/json"} | self.headers
-            connection.request("POST", path, json.dumps(body), headers)
+            connection.request("POST", path, json.dumps(self.fields | body), headers)
             response = connection.getresponse()
             text = response.read().decode()
         if response.status != 200:
@@ -108,7 +110,8 @@ class Client:
     def _lines(
         self, connection: http.client.HTTPConnection, path: str, body: Json
     ) -> Iterator[str]:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        text = json.dumps(self.fields | body)
+        connection.request("POST", path, text, {"Content-Type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:
             raise HttpError(response.status, response.read().decode())

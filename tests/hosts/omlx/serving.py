@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,7 @@ class OmlxServer(Server):
         super().__init__(
             python, None, folder, args=[*where, *args], env=env, launch=launch, **options
         )
-
-    def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
-        return super().post(path, {"model": NAME, **body}, timeout)
-
-    def _lines(self, connection: Any, path: str, body: dict[str, Any]) -> Iterator[str]:
-        return super()._lines(connection, path, {"model": NAME, **body})
+        self.fields = {"model": NAME}
 
     def _ask(self, path: str, body: dict[str, Any], timeout: float | None) -> Answer:
         start = self.answers_file.stat().st_size if self.answers_file.exists() else 0

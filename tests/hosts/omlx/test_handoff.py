@@ -9,19 +9,26 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.e2e.coded import (
+    FAR,
+    calibrated,
+    goes_on_near,
+    in_another_process,
+    mean,
+    promised,
+    smaller,
+    spoiled,
+    worst,
+)
 from tests.e2e.folder import CacheFolder, wait_for
-from tests.e2e.handing import call, conversation, goes_on, text_after
+from tests.e2e.handing import call, conversation, goes_on, hand_over, refused, text_after
 from tests.e2e.steps import MISS, served
-from tests.e2e.test_codecs import calibrated
-from tests.e2e.test_handoff_precision import FAR, mean, worst
-from tests.harness.client import HttpError, Json
+from tests.harness.client import Json
 from tests.harness.compare import Answer, assert_same, differences
 from tests.harness.fleet import ask
 from tests.harness.models import Model, ModelFactory, text_of
@@ -36,20 +43,6 @@ WORDS = 3
 def reading(seed: int, system: int = 400) -> list[Json]:
     said = {"role": "assistant", "content": text_of(9, seed + 2)}
     return [*conversation(seed, system=system), said]
-
-
-def hand_over(server: Server, **body: Any) -> Json:
-    """The descriptor of a new handoff."""
-    status, descriptor = call(server, "POST", "/thunder/handoff", {"model": NAME, **body})
-    assert status == 200, descriptor
-    return descriptor
-
-
-def refused(server: Server, id: str, **body: Any) -> tuple[int, Json]:
-    """Status and body of the refusal to go on from a context."""
-    with pytest.raises(HttpError) as caught:
-        server.chat(NEXT, thunder={"handoff": id}, **body)
-    return caught.value.status, json.loads(caught.value.body)
 
 
 def header(server: Server, messages: list[Json], thunder: Json) -> Json:
@@ -75,22 +68,13 @@ def test_near_smaller_and_apart(fleet: OmlxFleet, model: Model, precision: str, 
     server = fleet.shared(model)
     read = reading(seed)
     whole = [*read, *NEXT]
-    exact = hand_over(server, messages=read)
-    handed = hand_over(server, messages=read, precision=precision)
-    assert handed["checksum"] != exact["checksum"] and handed["tokens"] == handed["stored_tokens"]
-    assert handed["size"] < exact["size"] * (0.75 if precision == "int8" else 0.8)
+    handed = smaller(server, read, precision, 0.75 if precision == "int8" else 0.8)
     folder = CacheFolder(server.cache_dir)
     wait_for(lambda: not server.status()["cache"]["queue"]["blocks"], "the writers")
     before = folder.records()
     expected = fleet.expected(model, messages=whole)
     for _ in range(2):
-        with server.watch() as calls:
-            answer = server.chat(NEXT, thunder={"handoff": handed["id"]})
-        assert answer.cached_tokens == handed["tokens"] and answer.prompt_tokens is not None
-        run = calls.prompt_tokens_run(answer.usage["completion_tokens"])
-        assert run == answer.prompt_tokens - answer.cached_tokens
-        assert answer.usage["context_pilot"]["lossy"] == precision
-        assert differences(expected, answer), "a coded state gave the exact answer"
+        answer = goes_on_near(server, handed, expected, NEXT, precision)
         assert precision == "mixed" or worst(expected, answer) < FAR
     told = header(server, NEXT, {"handoff": handed["id"]})["handoff"]
     assert (told["used"], told["precision"]) == (True, precision)
@@ -112,21 +96,10 @@ def test_a_wrong_context_is_far(fleet: OmlxFleet, full: Model, seed: int) -> Non
 
 def test_its_state_is_its_own(fleet: OmlxFleet, full: Model, seed: int, tmp_path: Path) -> None:
     """It needs nothing of the cache, serves in another process, and damaged it is not used."""
-    server = fleet.server(full, cache_dir=tmp_path)
-    handed = hand_over(server, messages=reading(seed, system=200), precision="int8")
-    first = server.chat(NEXT, thunder={"handoff": handed["id"]})
-    server.stop()
-    for kind in ("blocks", "snapshots"):
-        for file in tmp_path.glob(f"v1/{kind}/**/*.safetensors"):
-            file.unlink()
-    other = fleet.server(full, cache_dir=tmp_path)
-    again = other.chat(NEXT, thunder={"handoff": handed["id"]})
-    assert (again.tokens, again.logprobs) == (first.tokens, first.logprobs)
-    (file,) = tmp_path.glob("v1/contexts/handoff/*.safetensors")
-    whole = file.read_bytes()
-    for damaged in (whole[:-9], whole[:-1] + bytes([whole[-1] ^ 1]), b""):
-        file.write_bytes(damaged)
-        assert refused(other, handed["id"])[0] == 409
+    read = reading(seed, system=200)
+    other, handed, file = in_another_process(fleet, full, tmp_path, read, NEXT)
+    for _ in spoiled(file):
+        assert refused(other, handed["id"], NEXT)[0] == 409
     text = text_of(12, seed + 3)
     answer = other.chat(NEXT, thunder={"handoff": handed["id"], "fallback_text": text})
     instead = [{"role": "user", "content": text}, *NEXT]
@@ -140,7 +113,7 @@ def test_words_that_do_not_follow_a_coded_state(fleet: OmlxFleet, full: Model, s
     server = fleet.shared(full)
     handed = hand_over(server, messages=reading(seed, system=60), precision="int8")
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-    status, told = refused(server, handed["id"], tools=tools)
+    status, told = refused(server, handed["id"], NEXT, tools=tools)
     assert (status, told["reason"]) == (422, "template"), told
     text = text_of(12, seed + 3)
     thunder = {"handoff": handed["id"], "fallback_text": text}
@@ -175,24 +148,20 @@ def test_kvtc(
     order = {"model": NAME, "messages": read, "precision": "kvtc"}
     status, told = call(server, "POST", "/thunder/handoff", order)
     assert (status, told["reason"]) == (409, "calibration")
-    calibrated(fleet, full, cache, tmp_path)
-    exact = hand_over(server, messages=read)
-    handed = hand_over(server, messages=read, precision="kvtc")
-    assert handed["precision"] == "kvtc" and handed["size"] < exact["size"] * 0.75
-    answer = server.chat(NEXT, thunder={"handoff": handed["id"]})
+    calibrated(fleet, full, cache)
+    handed = smaller(server, read, "kvtc", 0.75)
     expected = fleet.expected(full, messages=[*read, *NEXT])
-    assert answer.usage["context_pilot"]["lossy"] == "kvtc"
-    assert answer.cached_tokens == handed["tokens"]
-    assert differences(expected, answer) and mean(expected, answer) < FAR
+    answer = goes_on_near(server, handed, expected, NEXT, "kvtc")
+    assert mean(expected, answer) < FAR
     other = hand_over(server, messages=reading(seed + 5), precision="kvtc")
     assert mean(expected, server.chat(NEXT, thunder={"handoff": other["id"]})) > FAR, "the control"
     served(fleet, server, full, messages=[*read, *NEXT], cached=range(handed["tokens"], 999))
     other = tmp_path / "other"
-    calibrated(fleet, models.get("llama"), other, tmp_path)
+    calibrated(fleet, models.get("llama"), other)
     (mine,), (others,) = ((c / "calibrations").glob("*.safetensors") for c in (cache, other))
     shutil.copy(others, mine)
     server.restart()
-    status, told = refused(server, handed["id"])
+    status, told = refused(server, handed["id"], NEXT)
     assert status == 409 and "calibration" in told["error"]
 
 
@@ -208,7 +177,7 @@ def test_a_completions_prompt(fleet: OmlxFleet, model: Model, seed: int) -> None
     other = hand_over(server, prompt=text_of(70, seed + 9))
     answer = server.complete(more, thunder={"handoff": other["id"]})
     assert differences(fleet.expected(model, prompt=read + more), answer), "the control"
-    assert refused(server, handed["id"])[1]["reason"] == "form"
+    assert refused(server, handed["id"], NEXT)[1]["reason"] == "form"
 
 
 def round_trips(
@@ -301,43 +270,16 @@ def test_after_an_answer_with_its_own_tokens(fleet: OmlxFleet, model: Model, see
 # While it is generated
 
 
-@contextmanager
-def begun(server: Server, body: Json) -> Iterator[tuple[str, Any]]:
-    """A stream once its first chunk is there: the response's id, and a way to read the rest."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    try:
-        kind = {"Content-Type": "application/json"}
-        body = {"model": NAME, "stream": True, **body}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), kind)
-        response = connection.getresponse()
-        assert response.status == 200
-        first = next(line for line in response if line.startswith(b"data: "))
-        yield json.loads(first[6:])["id"], response.read
-    finally:
-        connection.close()
-
-
 def test_coded_while_the_answer_is_generated(fleet: OmlxFleet, full: Model, seed: int) -> None:
     """The prompt's blocks are coded before the answer ends; whoever uses the id early waits."""
     server = fleet.server(full)
     read = conversation(seed, system=400)
     length = len(full.tokens(full.chat(read)))
     server.chat(conversation(seed + 9), max_tokens=1)  # loads the model
-    with begun(server, {"messages": read, "max_tokens": 400, "temperature": 0.0}) as (id, rest):
-        order = {"request": id, "precision": "int8", "wait": False}
-        status, promised = call(server, "POST", "/thunder/handoff", order)
-        assert (status, promised["state"]) == (202, "pending"), promised
-        path = f"/thunder/handoff/{promised['id']}"
-        told = wait_for(
-            lambda: (
-                (found := call(server, "GET", path)[1]).get("coded_blocks", 99) >= length // 32
-                and found
-            ),
-            "coded blocks",
-        )
-        assert told.get("state") == "pending", told
+    body = {"messages": read, "max_tokens": 400, "temperature": 0.0}
+    with promised(server, body, length // 32) as (promise, path, rest):
         assert call(server, "DELETE", path)[0] == 409
-        used = server.chat(NEXT, thunder={"handoff": promised["id"]})
+        used = server.chat(NEXT, thunder={"handoff": promise["id"]})
         assert b"data: [DONE]" in rest()
     ready = call(server, "GET", path)[1]
     assert used.cached_tokens == ready["tokens"] > length
@@ -354,7 +296,7 @@ def test_a_promise_that_cannot_be_kept(fleet: OmlxFleet, full: Model, seed: int)
     }
     status, told = call(server, "POST", "/thunder/handoff", order)
     assert status == 202
-    status, told = refused(server, told["id"])
+    status, told = refused(server, told["id"], NEXT)
     assert (status, told["reason"]) == (409, "calibration")
 
 
