@@ -215,16 +215,6 @@ class TestFile:
             with pytest.raises(CodecError):
                 Shelf(tmp_path).get(id)
 
-    def test_prune_keeps_the_newest_and_the_used(self, tmp_path) -> None:
-        shelf, ids = Shelf(tmp_path), []
-        for i in range(4):
-            ids.append(shelf.add(replace(KNOWN, measured={"run": i})).id)
-            os.utime(tmp_path / f"{ids[-1]}.safetensors", (i, i))
-        gone = shelf.prune({ids[1]})
-        assert sorted(gone) == sorted([ids[0], ids[2]])
-        assert shelf.of_model("a model").id == ids[3]  # type: ignore[union-attr]
-        assert shelf.get(ids[1]).measured == {"run": 1}
-
 
 @pytest.mark.parametrize("mode", ["steps", "groups"])
 @given(data=st.data())

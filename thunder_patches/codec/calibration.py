@@ -1,8 +1,9 @@
 """What KVTC knows of one model: bases, weights, rotary embeddings, step sizes, measured quality.
 
 One safetensors file for each calibration, beside the cache. It derives from the user's text, so it is
-readable by its owner alone. Blocks name the calibration that they were coded with by the first 16 hex
-digits of its checksum; a file goes only when no block names it any more.
+readable by its owner alone. Blocks, handed contexts and exported files name the calibration that they were
+coded with by the first 16 hex digits of its checksum. No file is ever deleted here: a server that runs may
+still be coding with it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -249,22 +250,6 @@ class Shelf:
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob("*.safetensors"), key=_mtime, reverse=True)
-
-    def prune(self, used: Iterable[str]) -> list[str]:
-        """Delete all calibrations but the newest of each model and those whose ids are ``used``."""
-        keep, models, gone = set(used), set[str](), []
-        for path in self._files():
-            try:
-                model = self.get(path.stem).model
-            except CodecError:
-                continue
-            if path.stem in keep or model not in models:
-                models.add(model)
-                continue
-            path.unlink(missing_ok=True)
-            self._known.pop(path.stem, None)
-            gone.append(path.stem)
-        return gone
 
 
 def _blockwise(weight: np.ndarray, directions: np.ndarray) -> np.ndarray:

@@ -76,7 +76,8 @@ def _longest(model: Any, tokens: list[int], prompt: Prompt, own: Found, limit: i
         return own
     if prompt.given is not None:
         prompt.sequence = session.sequence(tokens, prompt.asked.salt)
-        return _given(prompt, prompt.given, tokens)
+        given, prompt.given = prompt.given, None
+        return _given(prompt, given, tokens)
     sequence = session.sequence(tokens, prompt.asked.salt)
     if prompt.asked.chat.boundaries is not None:
         sequence.boundaries = prompt.asked.chat.boundaries.cuts()

@@ -55,7 +55,8 @@ class Prompt(list[int]):
     hit: Hit | None = None
     """Set where the host was given a cache from the store for this prompt."""
     given: Hit | None = None
-    """What a context hands over in less than full precision; used as it is, and nothing after it kept."""
+    """What a context hands over in less than full precision, until the look-up takes it: from then on the
+    caches are the host's alone. Nothing that is computed after it is kept."""
     reservation: Reservation | None = None
 
     def __init__(self, tokens: Iterable[int]) -> None:
