@@ -1,14 +1,16 @@
 """How much each codec saves of real keys and values, how fast, and what it does to the answers.
 
-    python -m tests.bench.codec_quality MODEL [--calibration FILE] [--texts FOLDER] [--out FILE.json]
+    python -m tests.bench.codec_quality MODEL [--calibration FILE] [--bases groups|layer|all]
+        [--texts FOLDER] [--only PARTS] [--out FILE.json]
 
-MODEL is a model folder; the calibration is made from the bundled texts when none is given. FOLDER
+MODEL is a model folder; the calibration is made from the bundled texts when none is given, with KVTC's
+bases for groups of layers, as the package has them, for each layer or for all layers together. FOLDER
 holds documents that no tuning has seen, one a file. For each: 1,536 tokens of context in blocks of
 256, rounded to BF16, go through a codec; then 255 tokens are predicted (KL divergence to the
 prediction on exact KV, in nats; share of equal first choices) and 64 are continued greedily (tokens
 before the first difference; share of documents without one). Ratios are to BF16, first 4 tokens and
-calibration left out; speeds are MB of BF16 a second of CPU time, all threads added up. `--only` runs
-add their rows to an existing FILE.json.
+calibration left out; speeds are MB of BF16 a second of CPU time, all threads added up. Rows are added to
+those of an existing FILE.json.
 """
 
 from __future__ import annotations
@@ -31,11 +33,15 @@ import mlx.core as mx
 import numpy as np
 
 from thunder_patches.cache.record import Buffer, Coded, Header, Record, TensorSpec, flat
+from thunder_patches.codec import fit
 from thunder_patches.codec.base import Refused
 from thunder_patches.codec.calibration import Calibration
 from thunder_patches.codec.codecs import CODECS
 from thunder_patches.codec.kvtc import Kvtc
 from thunder_patches.tensors.quality import Document, Quality, sink_bytes
+
+BASES = {"groups": fit.MOST_FEATURES, "layer": 1, "all": 1 << 30}
+"""Features that may share a basis, for KVTC's forms."""
 
 
 class Zlib:
@@ -100,7 +106,11 @@ def codecs(calibration: Calibration) -> dict[str, Any]:
 
 
 def through(codec: Any, clock: list[float]) -> Callable[[Record], tuple[Record, int, int]]:
-    """Put a record through a codec, adding the seconds of encoding and decoding to the clock."""
+    """Put a record through a codec, adding the seconds of encoding and decoding to the clock.
+
+    Raises:
+        AssertionError: a codec that says it is lossless brings other bytes back.
+    """
 
     def run(record: Record) -> tuple[Record, int, int]:
         header, start = record.header, time.process_time()
@@ -113,6 +123,8 @@ def through(codec: Any, clock: list[float]) -> Callable[[Record], tuple[Record, 
         ]
         clock[0] += middle - start
         clock[1] += time.process_time() - middle
+        if not codec.lossy:
+            assert all(flat(a) == flat(b) for a, b in zip(back, record.data, strict=True))
         return Record(header, tuple(back)), sum(c.nbytes for c in coded), sink_bytes(record, coded)
 
     return run
@@ -120,7 +132,8 @@ def through(codec: Any, clock: list[float]) -> Callable[[Record], tuple[Record, 
 
 def measure(codec: Any, documents: Sequence[Document]) -> dict[str, Any]:
     clock = [0.0, 0.0]
-    found: list[Quality] = [d.measure(through(codec, clock)) for d in documents]
+    decoder = through(codec, clock)
+    found = [d.measure(decoder) if codec.lossy else unchanged(d, decoder) for d in documents]
     whole = sum(spec.nbytes for d in documents for r in d.records for spec in r.header.tensors)
     greedy = [q.greedy for q in found if q.greedy is not None]
     return {
@@ -134,6 +147,13 @@ def measure(codec: Any, documents: Sequence[Document]) -> dict[str, Any]:
         "encode_mb_s": whole / 1e6 / max(clock[0], 1e-9),
         "decode_mb_s": whole / 1e6 / max(clock[1], 1e-9),
     }
+
+
+def unchanged(document: Document, decoder: Callable[[Record], tuple[Record, int, int]]) -> Quality:
+    """Of a codec that brings the same bytes back: the model needn't be asked."""
+    sizes = [decoder(record)[1] for record in document.records]
+    raw = sum(spec.nbytes for record in document.records for spec in record.header.tensors)
+    return Quality(0.0, 1.0, document.greedy or None, sum(sizes), raw)
 
 
 def refused(codec: Kvtc, documents: Sequence[Document]) -> float:
@@ -182,6 +202,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--bases", choices=list(BASES), default="groups")
+    parser.add_argument("--keep", type=Path, help="folder for the calibration that is made")
     parser.add_argument("--texts", type=Path)
     parser.add_argument("--only", default="", help="codecs whose names hold one of these: int,lz4")
     parser.add_argument("--greedy", type=int, default=64)
@@ -195,8 +217,10 @@ def main() -> None:
         calibration = Calibration.read(options.calibration)
     else:
         learned = [tokenizer.encode(text).ids for text in bundled_texts()]
-        started = time.monotonic()
+        started, fit.MOST_FEATURES = time.monotonic(), BASES[options.bases]
         calibration = calibrate(model, make_cache, "bench", learned)
+        if options.keep:
+            calibration = calibration.write(options.keep)
         print(f"calibrated in {time.monotonic() - started:.0f} s: {calibration.measured}")
     texts = held_out(options.texts)
     documents = [
@@ -208,6 +232,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|", flush=True)
     told = conditions(options.model, list(texts), calibration, options.greedy)
     known, rows = codecs(calibration), {}
+    if options.bases != "groups":
+        known = {f"{name}, bases: {options.bases}": codec for name, codec in known.items()}
     if options.out and options.out.exists():
         rows = json.loads(options.out.read_text())["rows"]
     for name in chosen(list(known), options.only):

@@ -1,21 +1,24 @@
 """What a context in less than full precision does to the answers that go on from it, and what it saves.
 
-    python -m tests.bench.handoff_quality MODEL [--texts FOLDER] [--context N] [--out FILE.json]
+    python -m tests.bench.handoff_quality MODEL [--calibration FILE] [--texts FOLDER] [--context N]
+        [--only NAMES] [--out FILE.json]
 
-MODEL is a model folder, FOLDER holds documents, one a file (without it: three that every checkout and
-every Python has). For each: N tokens of context, rounded to BF16, go through the precision as a handoff
-does it; then 255 tokens of the same text are predicted and 64 are continued greedily. Told are the KL
-divergence to the prediction on the exact context (nats), the perplexity of the continuation against the
-exact one's, the share of equal first choices, the greedy tokens before the first difference, and bytes
-against BF16. "mixed" is also made as large as int8, and with units chosen at random, the control: what is
-left of the difference is worth of the choice.
+MODEL is a model folder, FOLDER holds documents, one a file (without it: five that every checkout and
+every Python has; those that are too short for N are left out). For each: N tokens of context, rounded to
+BF16, go through the precision as a handoff does it; then 255 tokens of the same text are predicted and 64
+are continued greedily. Told are the KL divergence to the prediction on the exact context (nats), the
+perplexity of the continuation against the exact one's, the share of equal first choices, the greedy tokens
+before the first difference, and bytes against BF16, exact first tokens included and the calibration left
+out. kvtc, in its three qualities, needs a calibration. Documents are added to those of an existing
+FILE.json. "mixed" is also made as large as int8, and with units chosen at random, the control: what is left
+of the difference is worth of the choice.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,12 @@ import numpy as np
 
 from tests.bench.codec_quality import held_out
 from thunder_patches.cache.record import Coded, Record
-from thunder_patches.codec.codecs import CODECS
-from thunder_patches.codec.codecs import decode as decode_one
+from thunder_patches.codec.base import Codec
+from thunder_patches.codec.calibration import Calibration
+from thunder_patches.codec.codecs import CODECS, decode
+from thunder_patches.codec.kvtc import Kvtc
 from thunder_patches.codec.layout import rows_of
 from thunder_patches.handoff import mixed
-from thunder_patches.handoff.precision import decoded
 from thunder_patches.tensors.quality import Document
 
 Encode = Callable[[Record], list[Coded]]
@@ -42,8 +46,7 @@ class Continued(Document):
         return float(np.exp(-logprobs[np.arange(len(wanted)), wanted].mean()))
 
 
-def uniform(name: str) -> Encode:
-    codec = CODECS[name]
+def uniform(codec: Codec) -> Encode:
     return lambda record: [
         codec.encode(spec, data, record.header)
         for spec, data in zip(record.header.tensors, record.data, strict=True)
@@ -76,26 +79,19 @@ class Mixes:
         return self.of(nominal * size / first)
 
 
-def measure(document: Continued, make: Encode) -> dict[str, Any]:
-    stored = [0]
-
-    def through(record: Record) -> tuple[Record, int, int]:
-        coded = make(record)
-        stored[0] = sum(c.nbytes for c in coded)
-        if any(c.codec == "int4" for c in coded):
-            pairs = zip(record.header.tensors, coded, strict=True)
-            back = tuple(decode_one(spec, c, record.header) for spec, c in pairs)
-            return Record(record.header, back), stored[0], 0
-        return decoded(record.header, coded), stored[0], 0
-
-    back, _, _ = through(document.records[0])
+def measure(document: Continued, make: Encode, codecs: Mapping[str, Codec]) -> dict[str, Any]:
+    record = document.records[0]
+    coded = make(record)
+    pairs = zip(record.header.tensors, coded, strict=True)
+    back = Record(record.header, tuple(decode(s, c, record.header, codecs) for s, c in pairs))
+    stored = sum(c.nbytes for c in coded)
     logprobs, answer = document._run(document._with_rows([back]))
     exact = document._logprobs
     same = [a == b for a, b in zip(document._answer, answer, strict=True)]
     raw = sum(spec.nbytes for spec in back.header.tensors)
     return {
-        "bytes": stored[0],
-        "of_bf16": stored[0] / raw,
+        "bytes": stored,
+        "of_bf16": stored / raw,
         "kl": float((np.exp(exact) * (exact - logprobs)).sum(-1).mean()),
         "perplexity": document.perplexity(logprobs) / document.perplexity(exact) - 1,
         "top1": float((exact.argmax(-1) == logprobs.argmax(-1)).mean()),
@@ -114,49 +110,70 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", type=Path)
+    parser.add_argument("--calibration", type=Path)
     parser.add_argument("--texts", type=Path)
     parser.add_argument("--context", type=int, default=1536)
+    parser.add_argument("--only", default="", help="documents: en1,zh1")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     model, _ = load_model(options.model)
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-    rows: dict[str, list[dict[str, Any]]] = {}
+    codecs: dict[str, Codec] = {**CODECS, mixed.CODEC.name: mixed.CODEC}
+    qualities: dict[str, Encode] = {}
+    if options.calibration:
+        calibration = Calibration.read(options.calibration)
+        for quality in calibration.steps:
+            codecs["kvtc"] = codec = Kvtc(lambda id: calibration, calibration, quality)
+            qualities[f"kvtc {quality}"] = uniform(codec)
+    told: dict[str, Any] = {
+        "what": f"tests/bench/handoff_quality.py on {options.model.name}, {mx.default_device()}",
+        "mlx": mx.__version__,
+        "context": options.context,
+        "predicted": 255,
+        "greedy": 64,
+        "documents": {},
+    }
+    if options.out and options.out.exists():
+        told["documents"] = json.loads(options.out.read_text())["documents"]
     for name, text in held_out(options.texts).items():
+        ids = tokenizer.encode(text).ids
+        if len(ids) < options.context + 255 or name not in (options.only or name).split(","):
+            continue
         document = Continued(
             model,
             lambda: make_prompt_cache(model),
-            tokenizer.encode(text).ids,
+            ids,
             context=options.context,
             block=options.context,
             greedy=64,
         )
         record, bits = document.records[0], mixed.BITS
         mixes = Mixes(record)
-        size = sum(c.nbytes for c in uniform("int8")(record))
+        size = sum(c.nbytes for c in uniform(CODECS["int8"])(record))
         makes: dict[str, Encode] = {
-            "int8": uniform("int8"),
+            "exact": uniform(CODECS["raw"]),
+            "int8": uniform(CODECS["int8"]),
             f"mixed, {bits:g} bits": mixes.of(bits),
-            "int4": uniform("int4"),
+            "int4": uniform(CODECS["int4"]),
+            **qualities,
             f"random, {bits:g} bits": mixes.of(bits, by_luck=True),
-            "mixed, fewest bits": mixes.of(4.0),
             "mixed, as large as int8": mixes.as_large(record, size),
         }
+        rows = told["documents"][name] = {}
         for precision, make in makes.items():
-            row = measure(document, make)
-            rows.setdefault(precision, []).append(row)
+            row = rows[precision] = measure(document, make, codecs)
             print(name, precision, {k: round(v, 5) for k, v in row.items()}, flush=True)
-    table = {precision: mean(found) for precision, found in rows.items()}
+            if options.out:
+                options.out.write_text(json.dumps(told, indent=1) + "\n")
     print("| precision | of BF16 | KL | perplexity | top-1 | greedy of 64 |")
     print("|---|---|---|---|---|---|")
-    for precision, row in table.items():
+    for precision in makes:
+        row = mean([found[precision] for found in told["documents"].values()])
         print(
             f"| {precision} | {row['of_bf16']:.3f} | {row['kl']:.5f} | {row['perplexity']:+.2%} "
             f"| {row['top1']:.3f} | {row['greedy']:.1f} |"
         )
-    if options.out:
-        options.out.write_text(json.dumps(table, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    mx.set_default_device(mx.cpu)
     main()

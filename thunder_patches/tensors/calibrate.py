@@ -113,7 +113,8 @@ class Collector:
         self, piece: Sequence[int]
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
         tokens = mx.array([list(piece)])
-        key = mx.random.key(crc32(np.array(piece, "<i8").tobytes()))  # of the text: the same in every run
+        # A key made of the text: whatever ran before, the same is drawn.
+        key = mx.random.key(crc32(np.array(piece, "<i8").tobytes()))
 
         def likelihood(deltas: dict[str, list[mx.array]]) -> tuple[mx.array, Any]:
             caches, seen = list(self._make_cache()), {}

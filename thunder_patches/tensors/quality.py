@@ -67,7 +67,7 @@ class Document:
             raise ValueError(f"expected {context + predict} tokens or more, found {len(tokens)}")
         self._model = model
         self._next = list(tokens[context : context + predict])
-        self._greedy = greedy
+        self.greedy = greedy
         self._caches = list(make_cache())
         for i in range(0, context, block):
             model(mx.array([list(tokens[i : min(i + block, context)])]), cache=self._caches)
@@ -96,7 +96,7 @@ class Document:
         kl = float((p * (self._logprobs - logprobs)).sum(axis=-1).mean())
         top1 = float((self._logprobs.argmax(-1) == logprobs.argmax(-1)).mean())
         same = [a == b for a, b in zip(self._answer, answer, strict=True)]
-        greedy = (same.index(False) if False in same else len(same)) if self._greedy else None
+        greedy = (same.index(False) if False in same else len(same)) if self.greedy else None
         return Quality(kl, top1, greedy, stored, raw)
 
     def _with_rows(self, records: Sequence[Record]) -> list[CacheObject]:
@@ -123,7 +123,7 @@ class Document:
         logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         answer: list[int] = []
         fresh, token = copy.deepcopy(list(caches)), self._next[0]
-        for _ in range(self._greedy):
+        for _ in range(self.greedy):
             logits = self._model(mx.array([[token]]), cache=fresh)[0, -1]
             token = int(mx.argmax(logits))
             answer.append(token)
