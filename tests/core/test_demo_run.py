@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.bench.shapes import Shape, counter
+from tests.harness.server import INDEX, TRACE
 from thunder_patches import cli
 from thunder_patches.cli import bench, demo
 from thunder_patches.cli._play import server as servers
@@ -22,6 +23,12 @@ pytest.importorskip("mlx_lm")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = Shape(hidden=64, layers=2, heads=2, kv_heads=1, feed_forward=128)
     return shape.build(tmp_path_factory.mktemp("model") / "tiny-llama")
+
+
+@pytest.fixture(autouse=True)
+def faster_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TRACE))
+    monkeypatch.setenv("HARNESS_INDEX", INDEX.name)
 
 
 @pytest.fixture

@@ -42,6 +42,9 @@ LIBRARIES = (
     "transformers:AutoTokenizer",
     "transformers:PreTrainedTokenizerFast",
     "transformers.models.auto.tokenization_auto",
+    "transformers.processing_utils",
+    "transformers.image_processing_utils",
+    "jsonschema",
     "fastapi",
     "uvicorn",
     "openai_harmony",
@@ -77,6 +80,12 @@ class Process:
         return self.returncode
 
 
+def kept_environment() -> dict[str, str]:
+    """This process's variables without what could change an answer or leak between tests."""
+    other = ("THUNDER", "HARNESS", "PYTHON", "MLX", "HF_", "LD_PRELOAD", "XDG_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(other)}
+
+
 def start(
     command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path
 ) -> Process | None:
@@ -98,9 +107,10 @@ def _parent(python: str) -> str | None:
     """The address of the parent of this interpreter's servers; it ends with this process."""
     place = tempfile.TemporaryDirectory(prefix="forked-")
     env = {
+        **kept_environment(),
         "HF_HUB_OFFLINE": "1",
+        "HOME": place.name,
         "HF_HOME": str(Path(place.name, "hf")),
-        "PATH": os.environ.get("PATH", ""),
         "THUNDER": "0",
         "TOKENIZERS_PARALLELISM": "false",
     }

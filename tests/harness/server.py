@@ -161,17 +161,9 @@ class Server(Client):
                 )
 
     def _environment(self) -> dict[str, str]:
-        """The caller's environment without what could change an answer or leak between tests."""
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(
-                ("THUNDER", "HARNESS", "PYTHON", "MLX", "HF_", "LD_PRELOAD", "XDG_")
-            )
-        }
         home = self.folder / "home"
         env: dict[str, str | None] = {
-            **kept,
+            **forked.kept_environment(),
             "HOME": str(home),
             "HF_HOME": str(home / "hf"),
             "HF_HUB_OFFLINE": "1",
