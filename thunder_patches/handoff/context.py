@@ -105,7 +105,7 @@ class Context:
         """Digest of what the context *is*: model, layout, precision, tokens and state."""
         what = [self.model, self.layout, self.block_tokens, self.precision, self.ids, self.position]
         what += [[pin.key for pin in self.pins], self.payload.sha256 if self.payload else None]
-        return hashlib.sha256(_canonical(what)).hexdigest()
+        return hashlib.sha256(_written(what)).hexdigest()
 
     def described(self) -> dict[str, Any]:
         """The descriptor as its owner sees it; neither tokens nor text."""
@@ -129,7 +129,7 @@ class Context:
     def dumps(self) -> bytes:
         """The descriptor's file, with a checksum over all of it."""
         value = asdict(self)
-        return _canonical(value | {"checksum": hashlib.sha256(_canonical(value)).hexdigest()})
+        return _written(value | {"checksum": hashlib.sha256(_written(value)).hexdigest()})
 
     @classmethod
     def loads(cls, data: bytes) -> Context:
@@ -141,7 +141,7 @@ class Context:
         try:
             value = json.loads(data)
             found = value.pop("checksum")
-            expected = hashlib.sha256(_canonical(value)).hexdigest()
+            expected = hashlib.sha256(_written(value)).hexdigest()
             if found != expected:
                 raise BadContext(f"expected checksum {expected[:16]}, found {str(found)[:16]}")
             if value.get("form") != FORM:
@@ -182,5 +182,6 @@ def encode_ids(tokens: npt.ArrayLike) -> str:
     return base64.b64encode(np.ascontiguousarray(tokens, TOKEN_DTYPE).tobytes()).decode()
 
 
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+def _written(value: Any) -> bytes:
+    """JSON in the keys' own order, which reading keeps: a chat template renders tools as they came."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True).encode()
