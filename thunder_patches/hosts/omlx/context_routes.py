@@ -7,6 +7,8 @@ and stored as every other one is.
 from __future__ import annotations
 
 import asyncio
+import sys
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -15,6 +17,7 @@ from ...handoff.context import Context
 from ...handoff.keeping import release
 from ...handoff.names import owner_of
 from ...handoff.refusal import Refused
+from ...handoff.transfer import export, take_in
 from ...observe.routes import Answer, as_json
 from ...patching.guard import shield
 from ..asked import salt_of
@@ -22,10 +25,12 @@ from ..handoff import Order, allow, shelf
 from ..making import ANSWER_SECONDS, Making, Pending, build, pendings
 from ..recents import Recent, recents
 from ..runtime import runtime
+from .forms import CHAT, TEXT
 from .handed import Handed
-from .inner import App, Receive, Scope, Send, apart, ask, object_of
+from .inner import App, Receive, Scope, Send, apart, ask, object_of, pieces
 from .routes import refused_by_host, send_answer
 
+FILE = "application/octet-stream"
 _FIELDS = ("model", "tools", "chat_template_kwargs", "reasoning_effort")
 
 
@@ -45,7 +50,8 @@ async def route(host: App, scope: Scope, receive: Receive, send: Send, parts: li
 
 async def _answer(host: App, scope: Scope, receive: Receive, kind: str, name: str | None) -> Any:
     allow("handoff" if kind == "handoff" else "named_caches")
-    salt = salt_of(Headers(scope=scope))
+    headers = Headers(scope=scope)
+    salt = salt_of(headers)
     owner = owner_of(salt)
     known = shelf().get if kind == "handoff" else shelf().named
     coming = pendings.get(name, owner) if kind == "handoff" else None
@@ -53,6 +59,10 @@ async def _answer(host: App, scope: Scope, receive: Receive, kind: str, name: st
     match scope["method"], kind, name:
         case "POST", "handoff", None:
             return await _make(host, scope, await object_of(receive), salt, None)
+        case "GET", "caches", str() if query == "file":
+            return await apart(_file, known(name, owner))
+        case "POST", "caches", str() if headers.get("content-type") == FILE:
+            return await _take_in(receive, salt, name)
         case "POST", "caches", str():
             return await _make(host, scope, await object_of(receive), salt, name)
         case "POST", "handoff", str():
@@ -72,18 +82,54 @@ async def _answer(host: App, scope: Scope, receive: Receive, kind: str, name: st
     raise Refused(405, "method", f"{scope['method']} is not for this path")
 
 
+def _file(context: Context) -> Answer:
+    """A named cache as a file; see `handoff.parcel`."""
+    temporary = shelf().temporary()
+    try:
+        export(runtime().store, context, temporary)
+        named = f'attachment; filename="{context.id}.safetensors"'
+        return Answer(200, FILE, temporary.read_bytes(), (("Content-Disposition", named),))
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+async def _take_in(receive: Receive, salt: str, name: str) -> dict[str, Any]:
+    """Keep what an exported file holds.
+
+    Raises:
+        Refused: 413 for more than the cache may hold; see `take_in`.
+    """
+    most, size = runtime().store.stats()["ssd"]["budget_bytes"], 0
+    temporary = shelf().temporary()
+    try:
+        with temporary.open("xb") as out:
+            async for part in pieces(receive):
+                size += len(part)
+                if size > most:
+                    raise Refused(413, "request", f"expected at most {most} bytes, found more")
+                await apart(out.write, part)
+        taken = await apart(
+            partial(take_in, runtime().store, shelf(), temporary, salt=salt, name=name)
+        )
+        return taken.described()
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 async def _make(host: App, scope: Scope, body: dict[str, Any], salt: str, name: str | None) -> Any:
     order, owner = Order.of(body, name), owner_of(salt)
     recent = recents.get(order.request, owner) if order.request is not None else None
 
     async def run(making: Making) -> None:
         source = recent.body if recent is not None else body
+        if source.get("model") is None:  # the command tells none
+            source = source | {"model": sys.modules["omlx.server"]._server_state.default_model}
         making.model_name = str(source.get("model"))
         fields = {k: source[k] for k in _FIELDS if source.get(k) is not None}
         said = {k: v for k, v in making.said.items() if k in ("messages", "prompt", "tools") and v}
         request = fields | said | {"max_tokens": 1, "temperature": 0}
         status, text = await ask(
-            host, scope, request, Handed(chat="prompt" not in request, making=making)
+            host, scope, request, Handed(TEXT if "prompt" in request else CHAT, making=making)
         )
         if making.refusal is not None:
             raise making.refusal
@@ -130,6 +176,8 @@ def _after(order: Order, recent: Recent) -> Making:
 
     They are unknown where the host ended the answer by itself, at a stop string.
     """
+    if not recent.said:
+        raise Refused(409, "model", f"request {order.request} was not of text alone")
     if not order.answer:
         return Making(order, recent.said)
     if not recent.done.wait(ANSWER_SECONDS):

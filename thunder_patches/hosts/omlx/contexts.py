@@ -1,8 +1,9 @@
 """Requests under oMLX that go on from a context: body, tokens, look-up, answer.
 
-The context's messages (or its prompt) are put before the request's own before the host sees it, so that the
-host's checks and its usage are those of the whole. Its tokens are settled where the host validates the
-prompt's length: every form of request comes by there, and a refusal can still have its own status.
+The context's messages (or its prompt) are put before the request's own before the host sees it, or, in a form
+with other words, before the host renders it; so that the host's checks and its usage are those of the whole.
+Its tokens are settled where the host validates the prompt's length: every form of request comes by there, and
+a refusal can still have its own status.
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ from ..making import fed
 from ..recents import Recent, recents
 from ..session import Hit, Sequence
 from ..using import Use, Wanted
+from .answers import READERS
 from .context_routes import route
 from .engines import Engine, engine_named, tokenizer_named
+from .forms import FORMS, Form
 from .handed import Handed, Shown, by_id, handed
-from .inner import CHAT, TEXT, App, Receive, Scope, Send, apart, parsed, serve, whole
+from .inner import App, Receive, Scope, Send, apart, parsed, serve, whole
 from .requests import Http
 from .routes import send_answer
 
 USED = "x-thunder-context"
 """Header of a response: the JSON of how the context was used."""
+_FAULT = Refused(500, "fault", "the context could not be used; see the server's log")
 
 
 def asgi(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -48,7 +52,7 @@ def asgi(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             parts = scope["path"].strip("/").split("/")
             if parts[0] == "thunder" and parts[1:2] in (["handoff"], ["caches"]):
                 answer = route(wrapped, scope, receive, send, parts[1:])
-            elif scope["method"] == "POST" and scope["path"] in (CHAT, TEXT):
+            elif scope["method"] == "POST" and scope["path"] in FORMS:
                 answer = _answer(wrapped, scope, receive, send)
     return answer if answer is not None else wrapped(*args, **kwargs)
 
@@ -58,11 +62,12 @@ def asgi(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 async def _answer(host: App, scope: Scope, receive: Receive, send: Send) -> None:
     body = await whole(receive)
-    what, told = Handed(chat=scope["path"] == CHAT), None
+    form = FORMS[scope["path"]]
+    what, told = Handed(form), None
     refusal: Refused | None = None
     with shield("contexts", "start") as guarded:
-        said, chat = parsed(body), what.chat
-        if isinstance(said, dict) and isinstance(said.get(_content(chat)), list if chat else str):
+        said = parsed(body)
+        if isinstance(said, dict) and isinstance(said.get(form.field), form.kinds):
             salt = salt_of(Headers(scope=scope))
             try:
                 options = said.get("thunder")
@@ -70,12 +75,12 @@ async def _answer(host: App, scope: Scope, receive: Receive, send: Send) -> None
                 what.keep = options.get("keep") is not False
                 what.use = await _use(said, options, salt, what)
                 body = json.dumps(said).encode() if what.use is not None else body
-                what.recent = Recent(_said(said, chat), said, owner_of(salt))
+                what.recent = Recent(_said(said, form), said, owner_of(salt))
                 told = _Told(send, what)
             except Refused as error:
                 refusal = error
     if guarded.failed and b'"handoff"' in body:
-        refusal = Refused(500, "fault", "the context could not be used; see the server's log")
+        refusal = _FAULT
     try:
         if refusal is None:
             await serve(host, scope, body, receive, told.send if told else send, what)
@@ -83,8 +88,8 @@ async def _answer(host: App, scope: Scope, receive: Receive, send: Send) -> None
             assert what.use is not None and what.recent is not None
             refusal = what.use.stopped
             if refusal is None:
-                _put(what.use, said, chat)
-                what.recent.said = _said(said, chat)
+                _put(what.use, said, form)
+                what.recent.said, what.shown = _said(said, form), None
                 again = json.dumps(said).encode()
                 await serve(host, scope, again, receive, _Told(send, what).send, what)
     finally:
@@ -94,14 +99,12 @@ async def _answer(host: App, scope: Scope, receive: Receive, send: Send) -> None
         await send_answer(send, as_json(refusal.to_json(), refusal.status))
 
 
-def _content(chat: bool) -> str:
-    return "messages" if chat else "prompt"
-
-
-def _said(body: dict[str, Any], chat: bool) -> dict[str, Any]:
-    if chat:
-        return {"messages": body["messages"], "tools": body.get("tools")}
-    return {"prompt": body["prompt"]}
+def _said(body: dict[str, Any], form: Form) -> dict[str, Any]:
+    if not form.chat:
+        return {"prompt": body["prompt"]}
+    if form.own_words:
+        return {}  # it is known once the host has put it in a chat's words
+    return {"messages": body["messages"], "tools": body.get("tools")}
 
 
 async def _use(
@@ -112,42 +115,65 @@ async def _use(
     Raises:
         Refused: nothing may be used, and there is no text in its place.
     """
-    wanted, chat = Wanted.of(options), what.chat
+    wanted, form = Wanted.of(options), what.form
     if wanted is None:
         return None
-    use = Use(wanted, said[_content(chat)])
-    use.check_after(chat)
+    use = Use(wanted, [] if form.own_words else said[form.field])
+    use.check_after(form.chat)
     try:
         use.context = await apart(wanted.find, salt)
-        use.check_form(chat)
+        use.check_form(form.chat)
         what.records = await apart(use.state)
     except Refused as error:
         use.refuse(error)
-    _put(use, said, chat)
+    _put(use, said, form)
     return use
 
 
-def _put(use: Use, said: dict[str, Any], chat: bool) -> None:
+def _put(use: Use, said: dict[str, Any], form: Form) -> None:
     """Put the context, or the text in its place, before what the request itself says."""
-    said[_content(chat)] = use.messages() if chat else use.prompt()
-    if chat and said.get("tools") is None and use.context is not None:
-        said["tools"] = use.context.said.get("tools")
+    if not form.own_words:
+        said[form.field] = use.messages() if form.chat else use.prompt()
+    if form.chat and said.get("tools") is None and use.context is not None:
+        said["tools"] = form.tools(use.context.said.get("tools"))
 
 
 # The tokens
 
 
 def apply_chat_template(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """``BatchedEngine._apply_chat_template(messages, tools, chat_template_kwargs, ...) -> text``."""
+    """``BatchedEngine._apply_chat_template(messages, tools, chat_template_kwargs, ...) -> text``.
+
+    The host comes here two or three times for one request, to count and to answer.
+
+    Raises:
+        HTTPException: a context could not be put before the messages.
+    """
+    what = handed.get()
+    if what is None:
+        return wrapped(*args, **kwargs)
+    with shield("contexts", "join") as guarded:
+        if what.use is not None and what.form.own_words:
+            what.use.after = named(wrapped, args, kwargs)["messages"]
+            messages = what.form.joined(what.use.messages())
+            args, kwargs = replaced(wrapped, args, kwargs, messages=messages)
+    if guarded.failed:
+        raise _refused(what, _FAULT)
     text = wrapped(*args, **kwargs)
     with shield("contexts", "template"):
-        what = handed.get()
-        if what is not None and what.busy and what.shown is None:
+        if what.shown is None and (what.busy or what.form.own_words):
             given = named(wrapped, args, kwargs)
             variables = dict(given.get("chat_template_kwargs") or {})
             if (thinking := getattr(instance, "_enable_thinking", None)) is not None:
                 variables.setdefault("enable_thinking", thinking)
             what.shown = Shown(given["messages"], given.get("tools"), variables, text)
+            if what.recent is not None and what.form.own_words:
+                recent, shown = what.recent, what.shown
+                recent.said = {"messages": shown.messages, "tools": shown.tools}
+                recent.body = {
+                    "model": recent.body.get("model"),
+                    "chat_template_kwargs": variables,
+                }
     return text
 
 
@@ -159,7 +185,7 @@ def validate_context_window(wrapped: Any, instance: Any, args: Any, kwargs: Any)
     """
     result = wrapped(*args, **kwargs)
     what = handed.get()
-    if what is None or not what.busy:
+    if what is None or not (what.busy or what.unsaid):
         return result
     refusal: Refused | None = None
     with shield("contexts", "tokens") as guarded:
@@ -168,11 +194,17 @@ def validate_context_window(wrapped: Any, instance: Any, args: Any, kwargs: Any)
         except Refused as error:
             refusal = error
     if guarded.failed:
-        refusal = Refused(500, "fault", "the context could not be used; see the server's log")
+        refusal = _FAULT
     if refusal is not None:
-        what.refuse(refusal)
-        raise sys.modules["omlx.server"].HTTPException(refusal.status, detail=str(refusal))
+        raise _refused(what, refusal)
     return result
+
+
+def _refused(what: Handed, refusal: Refused) -> Exception:
+    """What ends the request in the host, for `_answer` to tell the client why."""
+    what.refuse(refusal)
+    error: Exception = sys.modules["omlx.server"].HTTPException(refusal.status, detail=str(refusal))
+    return error
 
 
 def _settle(what: Handed, model: str) -> None:
@@ -294,6 +326,8 @@ class _Told:
         self._lines = b""
         self._id, self._text, self._thought = "", "", False
         self._recent = what.recent
+        self._read = READERS[what.form.path] if what.form.own_words else None
+        self._whole = bytearray()
 
     @property
     def held_back(self) -> bool:
@@ -313,6 +347,12 @@ class _Told:
         await self._send(message)
 
     def _hear(self, message: dict[str, Any]) -> None:
+        if self._read is not None:
+            self._whole += message.get("body", b"")
+            if not message.get("more_body"):
+                for answer in self._read(bytes(self._whole)):
+                    self._recent.text = answer["content"]
+                    self._recent.thought = bool(answer["reasoning_content"])
         self._lines += message.get("body", b"")
         if self._lines.lstrip().startswith(b"{") and message.get("more_body"):
             return
@@ -323,9 +363,11 @@ class _Told:
                 self._note(json.loads(text))
 
     def _note(self, event: dict[str, Any]) -> None:
-        if not self._id and event.get("id"):
-            self._id = str(event["id"])
-            recents.add(self._id, self._recent)
+        if not self._id:
+            known = (event, event.get("message"), event.get("response"))
+            self._id = next((str(e["id"]) for e in known if isinstance(e, dict) and "id" in e), "")
+            if self._id:
+                recents.add(self._id, self._recent)
         for choice in event.get("choices") or ():
             part = choice.get("message") or choice.get("delta") or {}
             self._text += part.get("content") or choice.get("text") or ""

@@ -12,6 +12,7 @@ from ...handoff.refusal import Refused
 from ..making import Making
 from ..recents import Recent
 from ..using import Use
+from .forms import Form
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,7 @@ class Shown:
 class Handed:
     """A request that goes on from a context (``use``) or that makes one (``making``), or neither."""
 
-    chat: bool
-    """Whether it is a chat, not a text completion."""
+    form: Form
     keep: bool = True
     """Whether anything of it may be stored."""
     recent: Recent | None = None
@@ -43,9 +43,19 @@ class Handed:
     """The tokens to run in the place of those that the host makes of the prompt's text."""
 
     @property
+    def chat(self) -> bool:
+        """Whether it is a chat, not a text completion."""
+        return self.form.chat
+
+    @property
     def busy(self) -> bool:
         """Whether its tokens are other than those of any request."""
         return self.making is not None or (self.use is not None and self.use.context is not None)
+
+    @property
+    def unsaid(self) -> bool:
+        """Whether what it goes on from could not be put before its messages."""
+        return self.use is not None and self.form.own_words and self.shown is None
 
     def refuse(self, refusal: Refused) -> None:
         """Note why it cannot go on as it was meant to."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ...handoff.refusal import Refused
+from .forms import CHAT, TEXT
 from .handed import Handed, handed
 
 Scope = dict[str, Any]
@@ -17,8 +18,6 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 T = TypeVar("T")
 
-CHAT = "/v1/chat/completions"
-TEXT = "/v1/completions"
 _THREADS = 256
 """Who waits for a context holds a thread; the host's own executor must never be full of them."""
 
@@ -56,7 +55,7 @@ async def ask(host: App, scope: Scope, body: dict[str, Any], what: Handed) -> tu
         await asyncio.Event().wait()
         return {"type": "http.disconnect"}
 
-    path = TEXT if "prompt" in body else CHAT
+    path = (TEXT if "prompt" in body else CHAT).path
     ours = scope | {"path": path, "raw_path": path.encode(), "method": "POST", "query_string": b""}
     await serve(host, ours, data, forever, send, what)
     return status, found.decode(errors="replace")
@@ -64,14 +63,15 @@ async def ask(host: App, scope: Scope, body: dict[str, Any], what: Handed) -> tu
 
 async def whole(receive: Receive) -> bytes:
     """A request's body."""
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return bytes(body)
-        body.extend(message.get("body", b""))
+    return b"".join([part async for part in pieces(receive)])
+
+
+async def pieces(receive: Receive) -> AsyncIterator[bytes]:
+    """A request's body, as it comes."""
+    while (message := await receive())["type"] == "http.request":
+        yield message.get("body", b"")
         if not message.get("more_body"):
-            return bytes(body)
+            return
 
 
 def parsed(body: bytes) -> Any:
