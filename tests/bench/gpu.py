@@ -3,14 +3,18 @@
     python -m tests.bench.gpu [--shapes dense,moe,hybrid] [--sizes 2048,8192,32768] [--json FILE]
 
 In one process and without a server, so that what is timed is the model, the store and the way between
-them. Warm runs restore the whole prompt with its logits; the restored cache is then used for 16 decode
-steps, whose logits must equal to the bit those after the cold prefill. "ssd" reads from a new store on the
-folder, so nothing but the operating system's page cache is warm.
+them. Warm runs restore the whole prompt with its logits; logits and all state must equal those of the cold
+prefill to the bit. 16 decode steps follow; a backend's decoding need not be deterministic, so beside their
+largest difference stands that of two decodings from the same cold state. "ssd" reads from a new store on
+the folder, so nothing but the operating system's page cache is warm. "snapshots": prefill while storing
+blocks and boundary snapshots at the default stride, to storing blocks alone (for models with recurrent
+layers), in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import json
 import shutil
@@ -24,6 +28,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from thunder_patches.cache.store import CacheStore
 from thunder_patches.config import load
@@ -114,9 +119,10 @@ class Bench:
         self.folder = folder
         self.session = self.open()
 
-    def open(self) -> Session:
+    def open(self, stride: int = 8) -> Session:
         """A session on a new store over the same folder."""
-        settings = load({"THUNDER_CACHE_DIR": str(self.folder)}, self.folder / "none.toml")
+        environ = {"THUNDER_CACHE_DIR": str(self.folder), "THUNDER_SNAPSHOT_STRIDE": str(stride)}
+        settings = load(environ, self.folder / "none.toml")
         store = CacheStore(
             self.folder / "v1",
             disk_budget=40 << 30,
@@ -180,43 +186,62 @@ def timed(work: Callable[[], Any], repeats: int) -> tuple[float, Any]:
     return statistics.median(times), result
 
 
+def state(caches: list[Any]) -> list[mx.array]:
+    """All arrays that the caches hold for their tokens."""
+    found: list[mx.array] = []
+    for c in caches:
+        if hasattr(c, "keys"):
+            found += [c.keys[..., : c.offset, :], c.values[..., : c.offset, :]]
+        else:
+            found += [a for _, a in tree_flatten(c.state) if isinstance(a, mx.array)]
+    return found
+
+
+def same(a: list[mx.array], b: list[mx.array]) -> bool:
+    return len(a) == len(b) and all(
+        bool(mx.array_equal(*pair).item()) for pair in zip(a, b, strict=True)
+    )
+
+
+def furthest(a: list[np.ndarray], b: list[np.ndarray]) -> float:
+    """The largest difference of two decodings' logits."""
+    return max(float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True))
+
+
 def measure(bench: Bench, size: int) -> dict[str, Any]:
     tokens = np.random.default_rng(size).integers(0, 150_000, size).tolist()
     bench.cold(tokens[: CHUNK + 2], store=False)
-    cold, (logits, caches) = timed(lambda: bench.cold(tokens, store=False), 2)
-    expected = bench.decode(logits, caches)
+    cold, (logits, caches) = timed(lambda: bench.cold(tokens, store=False), 3)
+    decoded = bench.decode(logits, copy.deepcopy(caches))
+    again = furthest(decoded, bench.decode(logits, caches))
     del caches
-    fresh = iter(range(10))
+    fresh = iter(range(20))
 
     def storing() -> Any:
         # A prompt of its own each time, so that every block is new.
         return bench.cold([next(fresh), *tokens[1:]], store=True)
 
-    stored, _ = timed(storing, 2)
-    bench.cold(tokens, store=True)
-    ram, (warm_logits, warm_caches, source) = timed(lambda: bench.warm(tokens), 3)
+    stored, _ = timed(storing, 3)
+    logits, caches = bench.cold(tokens, store=True)
+    expected = [logits, *state(caches)]
+    decoded = bench.decode(logits, caches)
+    del caches
+    ram, (warm_logits, warm_caches, source) = timed(lambda: bench.warm(tokens), 5)
     held = sum(c.nbytes for c in warm_caches)
-    equal = bool(mx.array_equal(warm_logits, logits)) and all(
-        np.array_equal(a, b)
-        for a, b in zip(expected, bench.decode(warm_logits, warm_caches), strict=True)
-    )
-    del warm_caches
+    equal = same(expected, [warm_logits, *state(warm_caches)])
+    from_ram = furthest(decoded, bench.decode(warm_logits, warm_caches))
+    del warm_caches, warm_logits
     bench.session.runtime.store.flush(120)
     ssd_times = []
-    for _ in range(2):
+    for _ in range(4):  # the first takes the pinned memory
         bench.session.runtime.store.close()
         bench.session = bench.open()
         seconds, (ssd_logits, ssd_caches, ssd_source) = timed(lambda: bench.warm(tokens), 1)
         ssd_times.append(seconds)
-    equal_ssd = bool(mx.array_equal(ssd_logits, logits)) and all(
-        np.array_equal(a, b)
-        for a, b in zip(expected, bench.decode(ssd_logits, ssd_caches), strict=True)
-    )
-    control = bench.decode(logits, [c for c in bench.warm(tokens)[1]])
-    control_differs = not np.array_equal(
-        control[0], bench.decode(-logits, bench.warm(tokens)[1])[0]
-    )
-    ssd = statistics.median(ssd_times)
+    equal_ssd = same(expected, [ssd_logits, *state(ssd_caches)])
+    from_ssd = furthest(decoded, bench.decode(ssd_logits, ssd_caches))
+    control = same(expected, [ssd_logits, *(array + 1 for array in state(ssd_caches))])
+    ssd = statistics.median(ssd_times[1:])
     return {
         "tokens": size,
         "kv_bytes": held,
@@ -224,13 +249,38 @@ def measure(bench: Bench, size: int) -> dict[str, Any]:
         "storing_ratio": round(cold / stored, 4),
         "warm_ram_s": round(ram, 4),
         "warm_ssd_s": round(ssd, 4),
+        "first_ssd_s": round(ssd_times[0], 4),
         "ram_times_sooner": round(cold / ram, 1),
         "ssd_times_sooner": round(cold / ssd, 1),
         "ram_GB_per_s": round(held / ram / 1e9, 2),
         "ssd_GB_per_s": round(held / ssd / 1e9, 2),
         "sources": [source, ssd_source],
-        "bit_equal": [equal, equal_ssd],
-        "control_differs": control_differs,
+        "state_bit_equal": [equal, equal_ssd],
+        "control_equal": control,
+        "decode_differs_by": {"two cold": again, "ram": from_ram, "ssd": from_ssd},
+    }
+
+
+def snapshots(bench: Bench, size: int, repeats: int = 3) -> dict[str, Any]:
+    """Seconds of a prefill with all stored, without snapshots but the end's and with them."""
+    seconds: dict[int, list[float]] = {4096: [], 8: []}
+    for turn in range(-1, repeats):
+        for stride in seconds if turn % 2 else reversed(seconds):
+            bench.session.runtime.store.close()
+            bench.session = bench.open(stride)
+            tokens = np.random.default_rng(1000 + turn).integers(0, 150_000, size).tolist()
+            tokens[0] = stride
+            took, _ = timed(lambda tokens=tokens: bench.cold(tokens, store=True), 1)
+            bench.session.runtime.store.flush(120)
+            if turn >= 0:
+                seconds[stride].append(took)
+    ratios = [a / b for a, b in zip(seconds[8], seconds[4096], strict=True)]
+    return {
+        "tokens": size,
+        "none_s": round(statistics.median(seconds[4096]), 4),
+        "stride_8_s": round(statistics.median(seconds[8]), 4),
+        "ratio": round(statistics.median(ratios), 4),
+        "ratios": [round(ratio, 4) for ratio in ratios],
     }
 
 
@@ -238,6 +288,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default="dense,moe,hybrid")
     parser.add_argument("--sizes", default="2048,8192,32768")
+    parser.add_argument("--snapshot-tokens", type=int, default=4608, help="0: not measured")
     parser.add_argument("--json")
     options = parser.parse_args()
     results: dict[str, Any] = {"device": str(mx.device_info()), "mlx": mx.__version__}
@@ -248,10 +299,13 @@ def main() -> None:
             bench = Bench(shape, folder)
             print(f"{shape}: built in {time.perf_counter() - start:.1f} s", flush=True)
             results[shape] = []
-            for size in map(int, options.sizes.split(",")):
+            for size in map(int, filter(None, options.sizes.split(","))):
                 row = measure(bench, size)
                 results[shape].append(row)
                 print(json.dumps(row), flush=True)
+            if shape == "hybrid" and options.snapshot_tokens:
+                results["snapshots"] = snapshots(bench, options.snapshot_tokens)
+                print(json.dumps(results["snapshots"]), flush=True)
             bench.session.runtime.store.close()
             del bench
             mx.clear_cache()

@@ -55,8 +55,8 @@ from thunder_patches.cli._play.server import (
 
 STEP = 2048
 """The host's chunk, in tokens."""
-SMALL = Shape(hidden=64, layers=2, heads=1, kv_heads=1, feed_forward=256)
-"""For the longest prompts: 1 KiB of KV a token."""
+SMALL = Shape(hidden=192, layers=2, heads=3, kv_heads=1, feed_forward=512)
+"""For the longest prompts: 1 KiB of KV a token, and as many heads to a KV head as SmolLM2 has."""
 MIDDLE = Shape(hidden=256, layers=4, heads=4, kv_heads=2, feed_forward=1024)
 LONG, STALLING = 16_384, 8192
 """Tokens of the prompts of overhead and stalls."""

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from codec_samples import calibration_for, kv_like
+from host_gpu import HostGpu
 from mlx_lm.models.cache import KVCache
 
 from tests.core.cache_support import counts, file_of, open_store
@@ -20,6 +21,7 @@ from thunder_patches.codec.calibration import Shelf
 from thunder_patches.codec.kvtc import Kvtc
 from thunder_patches.codec.policy import Policy
 from thunder_patches.codec.rotary import Rotary
+from thunder_patches.tensors import kvtc_batches, upload
 from thunder_patches.tensors import restore as module
 from thunder_patches.tensors.cut import cut
 from thunder_patches.tensors.layers import Layout, leaves
@@ -28,6 +30,16 @@ from thunder_patches.tensors.restore import RestoreFailed, join_layout, restore
 LAYERS, HEADS, DIM, BLOCK = 2, 2, 32, 64
 ROTARY = Rotary(tuple(10000 ** (-np.arange(0, DIM, 2) / DIM)))
 LENGTH = 20 * BLOCK + 10
+
+
+@pytest.fixture(params=["host", "GPU"], autouse=True)
+def device(request, monkeypatch) -> HostGpu | None:
+    """Where the rows go: the buffers themselves, or a (stand-in) GPU's memory."""
+    made = None if request.param == "host" else HostGpu()
+    monkeypatch.setattr(module, "gpu", lambda: made)
+    if made is not None:
+        monkeypatch.setattr(upload, "LANDING", 3 * 2 * LAYERS * HEADS * BLOCK * DIM * 2)
+    return made
 
 
 def live(length: int = LENGTH) -> list[KVCache]:
@@ -107,7 +119,7 @@ def brought_back(
 
 @pytest.mark.parametrize("batch", [1, 3, 8, 100])
 def test_blocks_and_tail_are_as_numpy_decodes_them(tmp_path, monkeypatch, batch: int) -> None:
-    monkeypatch.setattr(module, "BATCH", batch)
+    monkeypatch.setattr(kvtc_batches, "BATCH", batch)
     codec = policy(tmp_path)
     coded = open_store(tmp_path / "v1", codec=codec)
     caches = live()
@@ -205,3 +217,16 @@ def test_lossy_records_are_not_kept_decoded_in_memory(tmp_path) -> None:
         brought_back(store, pieces)
     store.close()
     assert store.stats()["ram"]["blocks"] <= 1, "the tail, which is exact"
+
+
+@pytest.mark.parametrize("tier", ["ram", "ssd"])
+def test_exact_rows_are_the_same_to_the_bit_on_either_way(tmp_path, device, tier: str) -> None:
+    caches = live()
+    store = open_store(tmp_path / "v1", ram_budget=1 << 30 if tier == "ram" else 0)
+    pieces, _ = stored(store, caches)
+    found, exact = brought_back(store, pieces), rows(caches, LENGTH)
+    assert (found == exact).all()
+    assert device is None or tier == "ram" or device.fetched >= exact.nbytes // 2
+    other = brought_back(store, [*pieces[1:2], *pieces[1:]])  # the control
+    assert (other != exact).any()
+    store.close()

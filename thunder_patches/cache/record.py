@@ -120,7 +120,11 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A header and one C-contiguous buffer for each of its tensors, decoded."""
+    """A header and one C-contiguous buffer for each of its tensors, decoded.
+
+    An object that tells its ``nbytes`` may take its time to show them: a GPU's memory is only copied
+    when somebody looks.
+    """
 
     header: Header
     data: tuple[Buffer, ...]
@@ -130,7 +134,7 @@ class Record:
         if len(specs) != len(self.data):
             raise ValueError(f"expected {len(specs)} buffers, found {len(self.data)}")
         for spec, data in zip(specs, self.data, strict=True):
-            found = memoryview(data).nbytes
+            found = len(data) if isinstance(data, (bytes, bytearray)) else data.nbytes
             if found != spec.nbytes:
                 raise ValueError(f"{spec.name}: expected {spec.nbytes} bytes, found {found}")
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
+from .cuda import gpu
 from .layers import DTYPE_NAMES, Layout, Leaf, Meta
 
-Tensors = dict[str, tuple[str, tuple[int, ...], memoryview]]
-"""Tensor name to (dtype name, shape, bytes)."""
+Tensors = dict[str, tuple[str, tuple[int, ...], Any]]
+"""Tensor name to (dtype name, shape, what has its bytes)."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,7 @@ def cut(
                 name: (
                     dtype,
                     dims,
-                    memoryview(arrays[name]).cast("B")  # type: ignore[arg-type]
-                    if name in arrays
-                    else memoryview(b""),
+                    _buffer(arrays[name]) if name in arrays else memoryview(b""),
                 )
                 for name, (dtype, dims) in shape.items()
             },
@@ -90,6 +90,11 @@ def cut(
         )
         for i, (arrays, shape) in enumerate(zip(lazy, shapes, strict=True))
     ]
+
+
+def _buffer(array: mx.array) -> Any:
+    """Its bytes; on a GPU with memory of its own the array itself, copied over by whoever looks first."""
+    return array if gpu() is not None else memoryview(array).cast("B")  # type: ignore[arg-type]
 
 
 def state_name(path: str, i: int) -> str:

@@ -30,6 +30,8 @@ DTYPES: dict[str, mx.Dtype] = {
     "U8": mx.uint8,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SAME_SIZE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+"""A type that numpy knows, by bytes of an element."""
 
 
 class UnsupportedCache(Exception):

@@ -9,12 +9,11 @@ stored is multiplied out on the device, in batches.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import groupby
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
@@ -23,14 +22,11 @@ from ..cache.file import copy_into
 from ..cache.match import Piece
 from ..cache.record import Buffer, Header, Record
 from ..cache.store import CacheStore, ReadJob
-from ..codec.kvtc import Numbers
+from .cuda import gpu
 from .cut import state_name
-from .kvtc_decode import decode
-from .layers import DTYPES, CacheObject, Layout, Meta, fill
-
-BATCH = 8
-"""Blocks that go through one matrix product: enough for the device, and their float32 rows are few."""
-_SAME_SIZE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+from .kvtc_batches import Batch, batches
+from .layers import DTYPES, SAME_SIZE, CacheObject, Layout, Meta, fill
+from .upload import by_layer, upload
 
 
 class RestoreFailed(Exception):
@@ -86,6 +82,10 @@ def restore(
     if (records := store.held(jobs)) is not None:
         found: list[Literal["ram", "ssd"]] = ["ram"] * len(records)
         rows, whole = _assemble(layout, records, pieces, length, capacity)
+    elif (device := gpu()) is not None:
+        read = upload(device, store, layout, header, jobs, pieces, capacity)
+        found = _all_read(read.sources)
+        rows, whole = dict(by_layer(layout, read.rows)), read.whole
     else:
         rows, whole, found = _read(store, layout, header, jobs, pieces, capacity)
     states = {
@@ -111,27 +111,38 @@ def _assemble(
         }
         for record in records
     ]
-    rows: Rows = {}
-    for path, _, _, placed in layout.parts:
-        for i, (name, first, heads) in enumerate(placed):
-            dtype, _, dim = layout.groups[name]
-            parts = [
-                held[name][first : first + heads, : min(piece.use, length - piece.start)]
-                for held, piece in zip(tensors, pieces, strict=True)
-            ]
-            before, after = (
-                mx.zeros((heads, size, dim), DTYPES[dtype])
-                for size in (pieces[0].start, capacity - length)
-            )
-            rows[path, i] = mx.concatenate([before, *parts, after], axis=1)[None]
+
+    def joined(name: str, first: int, heads: int) -> mx.array:
+        dtype, _, dim = layout.groups[name]
+        parts = [
+            held[name][first : first + heads, : min(piece.use, length - piece.start)]
+            for held, piece in zip(tensors, pieces, strict=True)
+        ]
+        before, after = (
+            mx.zeros((heads, size, dim), DTYPES[dtype])
+            for size in (pieces[0].start, capacity - length)
+        )
+        return mx.concatenate([before, *parts, after], axis=1)
+
+    if gpu() is not None:
+        # A launch for each block instead of one for each block and layer.
+        groups = {name: joined(name, 0, heads) for name, (_, heads, _) in layout.groups.items()}
+        mx.eval(groups)
+        rows = dict(by_layer(layout, groups))
+    else:
+        rows = {
+            (path, i): joined(*place)[None]
+            for path, _, _, placed in layout.parts
+            for i, place in enumerate(placed)
+        }
+        mx.eval(list(rows.values()))
     whole = {name: array for name, array in tensors[-1].items() if name not in layout.groups}
-    mx.eval(list(rows.values()))
     return rows, whole
 
 
 def array_of(data: Buffer, dtype: str, shape: Sequence[int]) -> mx.array:
     """The array of a record's tensor: the very one it was cut as, or made from its bytes."""
-    owner: object = data.obj if isinstance(data, memoryview) else None
+    owner: object = data.obj if isinstance(data, memoryview) else data
     array = owner if isinstance(owner, mx.array) else mx.array(np.frombuffer(data, np.uint8))
     flat = array.reshape(-1)
     return (flat.view(DTYPES[dtype]) if flat.size else flat.astype(DTYPES[dtype])).reshape(shape)
@@ -168,9 +179,7 @@ def _read(
         if piece is pieces[-1]:
             targets |= {name: [buffers.view(index)] for name, index in whole.items()}
         filled.append(replace(job, targets=targets, halves={}))
-    found = [origin for origin in store.read_many(filled) if origin is not None]
-    if len(found) < len(jobs):
-        raise RestoreFailed(f"{len(jobs) - len(found)} of {len(jobs)} records could not be read")
+    found = _all_read(store.read_many(filled))
     multiply_out(layout, filled)
     arrays = buffers.arrays()
     return (
@@ -178,6 +187,13 @@ def _read(
         {name: arrays[i] for name, i in whole.items()},
         found,
     )
+
+
+def _all_read(found: Sequence[Literal["ram", "ssd"] | None]) -> list[Literal["ram", "ssd"]]:
+    there = [origin for origin in found if origin is not None]
+    if len(there) < len(found):
+        raise RestoreFailed(f"{len(found) - len(there)} of {len(found)} records could not be read")
+    return there
 
 
 def _row_targets(
@@ -199,46 +215,25 @@ def _row_targets(
     return targets
 
 
-class _Batch(NamedTuple):
-    """Some records of one calibration: a row tensor of theirs, decoded by the device meanwhile."""
-
-    name: str
-    jobs: Sequence[ReadJob]
-    rows: Sequence[mx.array]
-
-
 def multiply_out(layout: Layout, jobs: Sequence[ReadJob]) -> None:
     """Finish what the reads decoded by half, into the jobs' targets.
 
     While one batch is copied, the device works on the next.
     """
-    before: _Batch | None = None
-    for batch in _batches(layout, jobs):
-        mx.async_eval(batch.rows)
+    before: tuple[Batch, list[mx.array]] | None = None
+    for batch in batches(layout, jobs):
+        rows = [mx.contiguous(array).view(mx.uint8) for array in batch.rows]
+        mx.async_eval(rows)
         if before is not None:
-            _deliver(before)
-        before = batch
+            _deliver(*before)
+        before = batch, rows
     if before is not None:
-        _deliver(before)
+        _deliver(*before)
 
 
-def _batches(layout: Layout, jobs: Sequence[ReadJob]) -> Iterator[_Batch]:
-    for name, (dtype, _, _) in layout.groups.items():
-        numbers = [
-            (job, half) for job in jobs if isinstance(half := (job.halves or {}).get(name), Numbers)
-        ]
-        for _, run in groupby(numbers, key=lambda pair: pair[1].calibration.id):
-            same = list(run)
-            for i in range(0, len(same), BATCH):
-                some = same[i : i + BATCH]
-                arrays = decode(name, [half for _, half in some], DTYPES[dtype])
-                rows = [mx.contiguous(array).view(mx.uint8) for array in arrays]
-                yield _Batch(name, [job for job, _ in some], rows)
-
-
-def _deliver(batch: _Batch) -> None:
-    for job, rows in zip(batch.jobs, batch.rows, strict=True):
-        copy_into(memoryview(rows).cast("B"), job.targets[batch.name])  # type: ignore[arg-type]
+def _deliver(batch: Batch, rows: Sequence[mx.array]) -> None:
+    for job, data in zip(batch.jobs, rows, strict=True):
+        copy_into(memoryview(data).cast("B"), job.targets[batch.name])  # type: ignore[arg-type]
 
 
 def join_layout(layout: str, metas: dict[str, Meta]) -> str:
@@ -270,7 +265,7 @@ class Buffers:
 
     def allocate(self) -> None:
         if writes_through():
-            self._arrays = [mx.zeros(s, _SAME_SIZE[DTYPES[d].size]) for s, d in self._wanted]
+            self._arrays = [mx.zeros(s, SAME_SIZE[DTYPES[d].size]) for s, d in self._wanted]
             mx.eval(self._arrays)
             self._host = [np.asarray(array) for array in self._arrays]
         else:
