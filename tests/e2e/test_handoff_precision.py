@@ -81,7 +81,7 @@ def test_kvtc_after_a_calibration(
 ) -> None:
     """Refused before it is made, which a running server notices; then near, smaller and apart."""
     cache = tmp_path / "cache"
-    server = fleet.server(model, cache_dir=cache, env={"THUNDER_CODEC_QUALITY": "high"})
+    server = fleet.server(model, cache_dir=cache)
     read = conversation(seed, system=400)
     body = {"messages": read, "precision": "kvtc"}
     status, told = call(server, "POST", "/thunder/handoff", body)
@@ -92,8 +92,8 @@ def test_kvtc_after_a_calibration(
     expected = fleet.expected(model, messages=[*read, *NEXT])
     answer = goes_on_near(server, handed, expected, NEXT, "kvtc")
     assert answer.raw["thunder"]["handoff"]["precision"] == "kvtc"
-    # Random models come near ties, and no two calibrations are the same: one token must be.
-    assert mean(expected, answer, least=1) < FAR
+    # The random hybrid is near a tie at its fourth token; the calibration is the same in every run.
+    assert mean(expected, answer, least=3 if kind.startswith("hybrid") else 12) < FAR
     served(fleet, server, model, messages=[*read, *NEXT], cached=range(handed["tokens"], 999))
     # The controls: another context is far off; and no other calibration reads this one.
     other = hand_over(server, messages=conversation(seed + 5, system=400), precision="kvtc")
