@@ -141,13 +141,13 @@ class Bench:
         at = 0
         while at < end:
             stop = min(at + CHUNK, end)
-            stops = [*(sequence.due(at, stop) if sequence else []), stop]
-            for to in sorted(set(stops)):
+            due = sequence.due(at, stop) if sequence else []
+            for to in sorted({*due, stop}):
                 self.model(mx.array(tokens[at:to])[None], cache=caches)
                 mx.eval([c.state for c in caches])
                 mx.clear_cache()
                 if sequence is not None:
-                    sequence.store(caches, to, snapshot=to != stop and to in stops)
+                    sequence.store(caches, to, snapshot=to in due)
                 at = to
         logits = self.model(mx.array(tokens[-1:])[None], cache=caches)[0, -1]
         mx.eval(logits)
