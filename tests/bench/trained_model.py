@@ -4,9 +4,10 @@
     python -m tests.bench.codec_quality FOLDER
 
 Package indexes carry hardly any small model but SmolLM2. This trains one, of the architectures below, in the
-time that it is given (meant for a GPU; two CPU cores learn next to nothing in minutes), from what every Python has: its own and its packages' source and their readmes,
-without the modules that `codec_quality` predicts. It is a poor model, of code for the most part; but its
-keys and values are learnt ones, which those of random weights are not.
+time that it is given (meant for a GPU; two CPU cores learn next to nothing in minutes), from what every
+Python has: its own and its packages' source and their readmes, without the modules that `codec_quality`
+predicts. It is a poor model, of code for the most part; but its keys and values are learnt ones, which those
+of random weights are not.
 """
 
 from __future__ import annotations
