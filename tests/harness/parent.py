@@ -4,7 +4,8 @@
 host, no start file, no plugin. A fork then does what an interpreter does: it reads its environment,
 runs its `site`, with all start files, and runs its module as `__main__`. Each order comes on a
 connection of its own, a line of JSON; the replies there are the fork's process id and, once it has
-ended, its exit status. Ends with its standard input. See forked.py for who orders.
+ended, its exit status. Ends with its standard input, and takes the forks that are left with it. See forked.py
+for who orders.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import json
 import os
 import runpy
 import selectors
+import signal
 import site
 import socket
 import sys
@@ -43,6 +45,9 @@ def serve(path):
         while True:
             for key, _ in selector.select():
                 if key.fd == 0:
+                    for pid, _ in running.values():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.killpg(pid, signal.SIGKILL)
                     sys.exit()
                 elif key.fileobj is listener:
                     connection = listener.accept()[0]
