@@ -49,7 +49,7 @@ def test_c8_failure_inside(fleet: Fleet, model: Model, kind: str, seed: int, pat
 def test_c11_killed(fleet: Fleet, model: Model, seed: int, tmp_path: Path) -> None:
     """A hard kill while a slowed writer is busy: finished files serve, no half one does."""
     folder = CacheFolder(tmp_path / "cache")
-    server = fleet.server(model, cache_dir=folder.root, env={"HARNESS_SLOW_WRITES": "0.4"})
+    server = fleet.server(model, cache_dir=folder.root, env={"HARNESS_SLOW_WRITES": "1.0"})
     prompt = text_of(400, seed)
     fleet.expected(model, prompt=prompt)  # beforehand, so that the kill comes soon enough
     served(fleet, server, model, prompt=prompt, cached=MISS)
