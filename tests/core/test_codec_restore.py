@@ -23,6 +23,7 @@ from thunder_patches.codec.policy import Policy
 from thunder_patches.codec.rotary import Rotary
 from thunder_patches.tensors import kvtc_batches, upload
 from thunder_patches.tensors import restore as module
+from thunder_patches.tensors.cuda import CudaError
 from thunder_patches.tensors.cut import cut
 from thunder_patches.tensors.layers import Layout, leaves
 from thunder_patches.tensors.restore import RestoreFailed, join_layout, restore
@@ -222,6 +223,20 @@ def test_lossy_records_are_not_kept_decoded_in_memory(tmp_path) -> None:
         brought_back(store, pieces)
     store.close()
     assert store.stats()["ram"]["blocks"] <= 1, "the tail, which is exact"
+
+
+def test_without_pinned_memory_it_goes_through_the_host(tmp_path, device, monkeypatch) -> None:
+    def refuse(size: int) -> None:
+        raise CudaError("no room")
+
+    if device is not None:
+        monkeypatch.setattr(device, "landing", refuse)
+    caches = live()
+    store = open_store(tmp_path / "v1", ram_budget=0)
+    pieces, _ = stored(store, caches)
+    assert (brought_back(store, pieces) == rows(caches, LENGTH)).all()
+    assert device is None or device.fetched == 0
+    store.close()
 
 
 @pytest.mark.parametrize("tier", ["ram", "ssd"])

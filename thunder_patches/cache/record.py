@@ -120,11 +120,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A header and one C-contiguous buffer for each of its tensors, decoded.
-
-    An object that tells its ``nbytes`` may take its time to show them: a GPU's memory is only copied
-    when somebody looks.
-    """
+    """A header and one C-contiguous buffer for each of its tensors, decoded."""
 
     header: Header
     data: tuple[Buffer, ...]
@@ -134,7 +130,7 @@ class Record:
         if len(specs) != len(self.data):
             raise ValueError(f"expected {len(specs)} buffers, found {len(self.data)}")
         for spec, data in zip(specs, self.data, strict=True):
-            found = len(data) if isinstance(data, (bytes, bytearray)) else data.nbytes
+            found = memoryview(data).nbytes
             if found != spec.nbytes:
                 raise ValueError(f"{spec.name}: expected {spec.nbytes} bytes, found {found}")
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..handoff.context import PRECISIONS
+from ..handoff.context import PRECISIONS, Context
 from ..handoff.names import checked_name
 from ..handoff.refusal import Refused
 from ..handoff.shelf import Shelf
+from ..handoff.transfer import export
+from ..observe.routes import Answer
 from ..patching.guard import is_on
 from .runtime import runtime
 
+FILE = "application/octet-stream"
+"""What the routes call a context's file."""
 HANDOFF_SECONDS = 3600.0
 LONGEST_SECONDS = 90 * 86400.0
 
@@ -37,6 +41,17 @@ def allow(feature: str) -> None:
     for name in (feature, "ssd_cache"):
         if not is_on(name):
             raise Refused(409, "off", f"{name} is off in this server (THUNDER_{name.upper()})")
+
+
+def as_file(context: Context) -> Answer:
+    """The answer that is a context's file; see `handoff.parcel`."""
+    temporary = shelf().temporary()
+    try:
+        export(runtime().store, context, temporary)
+        named = f'attachment; filename="{context.id}.safetensors"'
+        return Answer(200, FILE, temporary.read_bytes(), (("Content-Disposition", named),))
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

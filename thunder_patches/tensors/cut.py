@@ -2,22 +2,21 @@
 
 Runs on the generation thread: one ``mx.eval`` for everything that is cut at once. What leaves this
 module are buffers; whoever writes them never touches MLX (HOSTS.md of the project, "MLX": lazy arrays
-of another thread raise).
+of another thread raise). They are views already, not arrays: on a GPU with memory of its own the view moves
+the array's buffer, and in a writer's thread that could free it under a kernel that reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
-from .cuda import gpu
 from .layers import DTYPE_NAMES, Layout, Leaf, Meta
 
-Tensors = dict[str, tuple[str, tuple[int, ...], Any]]
-"""Tensor name to (dtype name, shape, what has its bytes)."""
+Tensors = dict[str, tuple[str, tuple[int, ...], memoryview]]
+"""Tensor name to (dtype name, shape, bytes)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,9 @@ def cut(
                 name: (
                     dtype,
                     dims,
-                    _buffer(arrays[name]) if name in arrays else memoryview(b""),
+                    memoryview(arrays[name]).cast("B")  # type: ignore[arg-type]
+                    if name in arrays
+                    else memoryview(b""),
                 )
                 for name, (dtype, dims) in shape.items()
             },
@@ -90,11 +91,6 @@ def cut(
         )
         for i, (arrays, shape) in enumerate(zip(lazy, shapes, strict=True))
     ]
-
-
-def _buffer(array: mx.array) -> Any:
-    """Its bytes; on a GPU with memory of its own the array itself, copied over by whoever looks first."""
-    return array if gpu() is not None else memoryview(array).cast("B")  # type: ignore[arg-type]
 
 
 def state_name(path: str, i: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -22,7 +23,7 @@ from ..cache.file import copy_into
 from ..cache.match import Piece
 from ..cache.record import Buffer, Header, Record
 from ..cache.store import CacheStore, ReadJob
-from .cuda import gpu
+from .cuda import CudaError, gpu
 from .cut import state_name
 from .kvtc_batches import Batch, batches
 from .layers import DTYPES, SAME_SIZE, CacheObject, Layout, Meta, fill
@@ -82,10 +83,6 @@ def restore(
     if (records := store.held(jobs)) is not None:
         found: list[Literal["ram", "ssd"]] = ["ram"] * len(records)
         rows, whole = _assemble(layout, records, pieces, length, capacity)
-    elif (device := gpu()) is not None:
-        read = upload(device, store, layout, header, jobs, pieces, capacity)
-        found = _all_read(read.sources)
-        rows, whole = dict(by_layer(layout, read.rows)), read.whole
     else:
         rows, whole, found = _read(store, layout, header, jobs, pieces, capacity)
     states = {
@@ -142,7 +139,7 @@ def _assemble(
 
 def array_of(data: Buffer, dtype: str, shape: Sequence[int]) -> mx.array:
     """The array of a record's tensor: the very one it was cut as, or made from its bytes."""
-    owner: object = data.obj if isinstance(data, memoryview) else data
+    owner: object = data.obj if isinstance(data, memoryview) else None
     array = owner if isinstance(owner, mx.array) else mx.array(np.frombuffer(data, np.uint8))
     flat = array.reshape(-1)
     return (flat.view(DTYPES[dtype]) if flat.size else flat.astype(DTYPES[dtype])).reshape(shape)
@@ -161,6 +158,11 @@ def _read(
     Raises:
         RestoreFailed: when a record is missing or bad.
     """
+    if (device := gpu()) is not None:
+        with suppress(CudaError):  # no room for pinned memory, say
+            read = upload(device, store, layout, header, jobs, pieces, capacity)
+            sources = _all_read(read.sources)
+            return dict(by_layer(layout, read.rows)), read.whole, sources
     buffers = Buffers()
     rows = {
         (path, i): buffers.add((1, heads, capacity, layout.groups[name][2]), layout.groups[name][0])

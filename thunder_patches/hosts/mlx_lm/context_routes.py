@@ -15,17 +15,16 @@ from ...handoff.context import Context
 from ...handoff.keeping import release
 from ...handoff.names import owner_of
 from ...handoff.refusal import Refused
-from ...handoff.transfer import export, take_in
+from ...handoff.transfer import take_in
 from ...observe.routes import Answer, as_json
 from ...patching.guard import shield
 from ..asked import salt_of
-from ..handoff import Order, allow, shelf
+from ..handoff import FILE, Order, allow, as_file, shelf
 from ..making import Making, Pending, build, pendings
 from ..recents import recents
 from ..runtime import runtime
 from .routes import send
 
-FILE = "application/octet-stream"
 _MODEL_FIELDS = (
     "model",
     "adapters",
@@ -78,7 +77,7 @@ def _answer(handler: Any, method: str, kind: str, name: str | None, query: str) 
         case "POST", "handoff", None:
             return _make(handler, _body(handler), None)
         case "GET", "caches", str() if query == "file":
-            return _file(shelf().named(name, owner))
+            return as_file(shelf().named(name, owner))
         case "POST", "caches", str() if handler.headers.get("Content-Type") == FILE:
             return _take_in(handler, name)
         case "POST", "caches", str():
@@ -102,17 +101,6 @@ def _answer(handler: Any, method: str, kind: str, name: str | None, query: str) 
                 "released": release(runtime().store, shelf(), context, holder)
             }
     raise Refused(405, "method", f"{method} is not for this path")
-
-
-def _file(context: Context) -> Answer:
-    """A named cache as a file; see `handoff.parcel`."""
-    temporary = shelf().temporary()
-    try:
-        export(runtime().store, context, temporary)
-        named_ = f'attachment; filename="{context.id}.safetensors"'
-        return Answer(200, FILE, temporary.read_bytes(), (("Content-Disposition", named_),))
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _take_in(handler: Any, name: str) -> Any:

@@ -17,11 +17,11 @@ from ...handoff.context import Context
 from ...handoff.keeping import release
 from ...handoff.names import owner_of
 from ...handoff.refusal import Refused
-from ...handoff.transfer import export, take_in
+from ...handoff.transfer import take_in
 from ...observe.routes import Answer, as_json
 from ...patching.guard import shield
 from ..asked import salt_of
-from ..handoff import Order, allow, shelf
+from ..handoff import FILE, Order, allow, as_file, shelf
 from ..making import ANSWER_SECONDS, Making, Pending, build, pendings
 from ..recents import Recent, recents
 from ..runtime import runtime
@@ -30,7 +30,6 @@ from .handed import Handed
 from .inner import App, Receive, Scope, Send, apart, ask, object_of, pieces
 from .routes import refused_by_host, send_answer
 
-FILE = "application/octet-stream"
 _FIELDS = ("model", "tools", "chat_template_kwargs", "reasoning_effort")
 
 
@@ -60,7 +59,7 @@ async def _answer(host: App, scope: Scope, receive: Receive, kind: str, name: st
         case "POST", "handoff", None:
             return await _make(host, scope, await object_of(receive), salt, None)
         case "GET", "caches", str() if query == "file":
-            return await apart(_file, known(name, owner))
+            return await apart(as_file, known(name, owner))
         case "POST", "caches", str() if headers.get("content-type") == FILE:
             return await _take_in(receive, salt, name)
         case "POST", "caches", str():
@@ -80,17 +79,6 @@ async def _answer(host: App, scope: Scope, receive: Receive, kind: str, name: st
             gone = release(runtime().store, shelf(), context, holder_)
             return context.described() | {"released": gone}
     raise Refused(405, "method", f"{scope['method']} is not for this path")
-
-
-def _file(context: Context) -> Answer:
-    """A named cache as a file; see `handoff.parcel`."""
-    temporary = shelf().temporary()
-    try:
-        export(runtime().store, context, temporary)
-        named = f'attachment; filename="{context.id}.safetensors"'
-        return Answer(200, FILE, temporary.read_bytes(), (("Content-Disposition", named),))
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 async def _take_in(receive: Receive, salt: str, name: str) -> dict[str, Any]:
