@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import base64
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thunder_patches.codec import symbols
 from thunder_patches.codec.base import CodecError
 from thunder_patches.codec.symbols import LARGEST, pack, unpack
+from thunder_patches.tensors.kvtc_decode import _taken_apart
+
+STORED = (
+    [
+        [6, 2],
+        ["raw", 8],
+        ["raw", 12],
+        ["raw", 12],
+        ["raw", 12],
+        ["raw", 2],
+        ["raw", 7],
+        ["raw", 13],
+        ["raw", 13],
+        ["raw", 50],
+    ],
+    base64.b85decode(
+        "OG`Q^7y|<U000000000000000000311po{H4ge4UIR97wt^ia2PXB-Z1~UdjP7*gs4Gjeg3IYfQ7X%g#"
+        "6AWJ?m~6nHxvAY@mN`QJ0JKk+0HdYll!1Ey`T(y0joFl3(S$c<pGjo&#?l<y*b~FC*+U{b&0?qTtf%B#"
+        "M*"
+    ),
+)
+"""What the first version of this format made of the numbers in the last test."""
 
 
 @given(
@@ -68,3 +94,43 @@ def test_damaged_payloads_are_a_codec_error_or_the_right_shape(data) -> None:
     except CodecError:
         return
     assert out.shape == (60, 100)
+
+
+def test_gaps_come_as_rows_of_the_second_alphabet() -> None:
+    """Also at lengths that don't fill their last byte, and across gaps longer than a byte holds."""
+    rng = np.random.default_rng(0)
+    for length in (1, 3, 255, 256, 600):
+        numbers = np.where(rng.random((50, length)) < 0.01, rng.choice([-1, 1], (50, length)), 0)
+        data = symbols._gaps(numbers.astype(np.int8))
+        assert (data == 2 * symbols.SKIP).any() == (length > 3)
+        wanted = symbols._squeeze(numbers, symbols.ALPHABETS[1]).reshape(-1)
+        assert (symbols._fill(data, 50, length) == wanted).all()
+        numbers[-1, -1] ^= 1
+        assert (symbols._squeeze(numbers, symbols.ALPHABETS[1]).reshape(-1) != wanted).any()
+
+
+def test_a_gpu_takes_apart_to_the_same_numbers() -> None:
+    """Blocks of several lengths together; all alphabets, and numbers too large for int8."""
+    rng = np.random.default_rng(1)
+    spread = np.exp(np.linspace(5, -5, 300))[:, None]
+    matrices = [
+        np.rint(rng.laplace(0, 1, (300, length)) * spread).astype(np.int16)
+        for length in (252, 256, 256, 33)
+    ]
+    blocks = [unpack(*pack(numbers), *numbers.shape) for numbers in matrices]
+    assert all(len(data) for data in blocks[0].packed) and (np.abs(matrices[0]) > 127).any()
+    assert any(0 < c <= symbols.SPARSE for c in blocks[0].classes) and 0 in blocks[0].classes
+    apart = np.array(_taken_apart(blocks))
+    assert apart.dtype == np.float32 and (apart == np.concatenate(matrices, axis=1)).all()
+    blocks[2] = replace(blocks[2], order=blocks[2].order[::-1])
+    assert (np.array(_taken_apart(blocks)) != apart).any(), "the control: rows in wrong places"
+
+
+def test_what_earlier_versions_stored_is_read() -> None:
+    """All alphabets and a large number, packed by the first version of this format."""
+    reach = np.array([200, 100, 7, 2, 1, 1, 1, 0])[:, None]
+    numbers = np.arange(8 * 25).reshape(8, 25) ** 2 * 31 % 1009 % (2 * reach + 1) - reach
+    numbers[5:7] = np.arange(50).reshape(2, 25) % 26 == 3
+    numbers[6] *= -1
+    found = unpack(*STORED, *numbers.shape)
+    assert (found.whole() == numbers).all()

@@ -39,8 +39,7 @@ class Numbers:
 
     Args:
         sinks: the first tokens as raw bytes, ``[heads, sinks, dim]`` of the tensor's dtype.
-        values: ``[rows of y, tokens]``, the bases' rows one after another; int8 or float32.
-        large: rows, columns and values of numbers too large for int8, zero in `values`.
+        coded: ``[rows of y, tokens]``, the bases' rows one after another; in mode "groups" float32.
         used: per basis, how many of its rows there are up to the last that isn't all zero.
         gains: ``[bases, tokens]``, int8, see `gain_for`.
         step: what one unit is worth at gain 0.
@@ -49,18 +48,27 @@ class Numbers:
 
     calibration: Calibration
     sinks: Buffer
-    values: np.ndarray
-    large: tuple[np.ndarray, np.ndarray, np.ndarray]
+    coded: Unpacked | np.ndarray
     used: tuple[int, ...]
     gains: np.ndarray
     step: float
     start: int
 
-    def large_in(self, first: int, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The large numbers of some rows, with rows counted from the first of them."""
-        row, column, value = self.large
-        here = (row >= first) & (row < first + rows)
-        return row[here].astype(np.int64) - first, column[here].astype(np.int64), value[here]
+    @property
+    def tokens(self) -> int:
+        """How many are coded."""
+        return self.gains.shape[1]
+
+    def put(self, out: np.ndarray) -> None:
+        """Write the numbers to ``[rows of y, tokens]`` of zeros."""
+        if isinstance(self.coded, Unpacked):
+            self.coded.put(out)
+        else:
+            out[...] = self.coded
+
+    def units(self) -> np.ndarray:
+        """What one is worth, ``[bases, tokens]``, float32."""
+        return (self.step * gain_of(self.gains)).astype(np.float32)
 
 
 class Kvtc:
@@ -171,40 +179,31 @@ class Kvtc:
         if len(payload) < at:
             raise CodecError(f"{spec.name}: the payload ends inside the sinks")
         ranks = [basis.rank for basis in calibration.bases[spec.name]]
+        found: Unpacked | np.ndarray
         if mode == "steps":
             step, gains, found = _unpack_steps(params, payload[at:], ranks, tokens - sinks)
+            used = _used(found.classes > 0, ranks)
         elif mode == "groups":
             step, gains = 1.0, np.zeros((len(ranks), tokens - sinks), np.int8)
-            values = _unpack_groups(params, payload[at:], ranks, tokens - sinks)
-            found = Unpacked(values, np.ones(len(values), bool), (np.zeros(0, np.int16),) * 3)
+            found, used = _unpack_groups(params, payload[at:], ranks, tokens - sinks), tuple(ranks)
         else:
             raise CodecError(f"{spec.name}: unknown mode {mode!r}")
-        return Numbers(
-            calibration,
-            payload[:at],
-            found.values,
-            found.large,
-            _used(found.busy, ranks),
-            gains,
-            step,
-            header.start + sinks,
-        )
+        start = header.start + sinks
+        return Numbers(calibration, payload[:at], found, used, gains, step, start)
 
     def decode(self, spec: TensorSpec, coded: Coded, header: Header) -> Buffer:
         numbers = self.unpack(spec, coded, header)
         heads, tokens, dim = spec.shape
-        sinks = tokens - numbers.values.shape[1]
+        sinks = tokens - numbers.tokens
         values = np.empty(spec.shape, np.float32)
         values[:, :sinks] = to_float32(numbers.sinks, spec.dtype).reshape(heads, sinks, dim)
         first = 0
         coded_part = np.empty((heads, tokens - sinks, dim), np.float32)
         bases = numbers.calibration.bases[spec.name]
-        for basis, used, gain in zip(bases, numbers.used, numbers.gains, strict=True):
-            unit = (numbers.step * gain_of(gain)).astype(np.float32)
-            y = numbers.values[first : first + used].T.astype(np.float32)
-            row, column, value = numbers.large_in(first, used)
-            y[column, row] = value
-            y *= unit[:, None]
+        whole = np.zeros((sum(basis.rank for basis in bases), numbers.tokens), np.float32)
+        numbers.put(whole)
+        for basis, used, unit in zip(bases, numbers.used, numbers.units(), strict=True):
+            y = np.ascontiguousarray(whole[first : first + used].T) * unit[:, None]
             first += basis.rank
             x = y @ basis.decode[:used] + basis.mean.reshape(-1)
             part = slice(basis.first, basis.first + basis.heads)

@@ -30,36 +30,56 @@ class Alphabet:
         return 2 * self.reach + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Unpacked:
-    """A matrix of small whole numbers.
-
-    Args:
-        values: int8 ``[rows, length]``, zero where a number doesn't fit.
-        busy: which rows may hold anything but zeros.
-        large: rows, columns and values of the numbers that don't fit int8.
-    """
-
-    values: np.ndarray
-    busy: np.ndarray
-    large: tuple[np.ndarray, np.ndarray, np.ndarray]
-
-    def whole(self) -> np.ndarray:
-        """All numbers, int16."""
-        out = self.values.astype(np.int16)
-        row, column, value = self.large
-        out[row, column] = value
-        return out
-
-
 ALPHABETS = (Alphabet(1, 0), Alphabet(1, 4), Alphabet(2, 2), Alphabet(7, 2), Alphabet(127, 1))
 MEANS = (0.01, 0.03, 0.07, 0.14, 0.23, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 9.0)
 """Mean absolute values that part the classes of rows."""
+WIDEST = max(a.each for a in ALPHABETS)
 SPARSE = 3  # rows of the first so many means are kept as gaps
 SPARE = 128  # a row may have one number too large for its alphabet among so many
 CLASSES = len(ALPHABETS) * (len(MEANS) + 1)  # class 0 is the all-zero row
 LARGEST = (1 << 15) - 1
 SKIP = 127  # the longest gap a byte can hold; byte 254 skips so many zeros
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """A matrix of small whole numbers, still several to a byte: a GPU may take them apart.
+
+    Args:
+        length: of the rows.
+        classes: of each row; 0 for those of zeros.
+        order: the other rows, in the order of `packed`.
+        packed: for each alphabet from the second the bytes of its rows, each
+            ``[rows, ceil(length / each)]``; what was kept as gaps is in the second here.
+        large: rows, columns and values of the numbers that don't fit their row's alphabet.
+    """
+
+    length: int
+    classes: np.ndarray
+    order: np.ndarray
+    packed: tuple[np.ndarray, ...]
+    large: tuple[np.ndarray, np.ndarray, np.ndarray]
+
+    def put(self, out: np.ndarray) -> None:
+        """Write all numbers to ``[rows, length]`` of zeros."""
+        small = np.empty((len(self.order), -(-self.length // WIDEST) * WIDEST), np.int8)
+        end = 0
+        for alphabet, data in zip(ALPHABETS[1:], self.packed, strict=True):
+            start, end = end, end + len(data)
+            if alphabet.each == 1:
+                small[start:end, : self.length] = data.view(np.int8)
+            else:  # a mode other than "raise" writes to `out` without a copy in between
+                items = small[start:end].view(f"<u{alphabet.each}")[:, : data.shape[1]]
+                np.take(TABLES[alphabet], data, out=items, mode="clip")
+        out[self.order] = small[:, : self.length]
+        row, column, value = self.large
+        out[row, column] = value
+
+    def whole(self) -> np.ndarray:
+        """All numbers, int16."""
+        out = np.zeros((len(self.classes), self.length), np.int16)
+        self.put(out)
+        return out
 
 
 def pack(numbers: np.ndarray) -> tuple[list[list[Any]], bytes]:
@@ -80,7 +100,7 @@ def pack(numbers: np.ndarray) -> tuple[list[list[Any]], bytes]:
     parts = [classes, at_row.astype("<u2"), at_column.astype("<u2"), large.astype("<i2")]
     lengths = [len(large)]
     for i in np.unique(classes[classes > 0]):
-        alphabet, rows = _alphabet(int(i)), numbers[classes == i]
+        alphabet, rows = ALPHABETS[_alphabet(int(i))], numbers[classes == i]
         if alphabet.each:
             parts.append(_squeeze(rows, alphabet))
         else:
@@ -99,29 +119,33 @@ def unpack(parts: Any, payload: bytes | memoryview, rows: int, length: int) -> U
     if not (isinstance(parts, list) and len(parts) >= 5 and _sizes(parts[0], rows * length)):
         raise CodecError(f"expected the parts of packed numbers, found {str(parts)[:80]}")
     (count, *gaps), entries = parts[0], parts[1:]
-    classes = _classes(entries[:1], payload, rows)
-    used = [int(i) for i in np.unique(classes) if i]
-    members = [np.flatnonzero(classes == i) for i in used]
+    classes, stored = _classes(entries[0], payload, rows)
+    members = np.bincount(classes, minlength=CLASSES + 1).tolist()
+    used = [i for i in range(1, CLASSES + 1) if members[i]]
     left, sizes = iter(gaps), []
-    for i, member in zip(used, members, strict=True):
-        each = _alphabet(i).each
-        sizes.append(len(member) * -(-length // each) if each else next(left, 0))
-    _, at_row, at_column, large, *packed = split_parts(
-        Coded("", payload, {"parts": entries}), [rows, *[2 * count] * 3, *sizes]
+    for i in used:
+        each = ALPHABETS[_alphabet(i)].each
+        sizes.append(members[i] * -(-length // each) if each else next(left, 0))
+    at_row, at_column, large, *packed = split_parts(
+        Coded("", memoryview(payload)[stored:], {"parts": entries[1:]}), [*[2 * count] * 3, *sizes]
     )
-    out = np.zeros((rows, length), np.int8)
-    for i, member, data in zip(used, members, packed, strict=True):
+    pieces = [[np.empty(0, np.uint8)] for _ in ALPHABETS]
+    heights = [0] * len(ALPHABETS)
+    for i, data in zip(used, packed, strict=True):
         alphabet = _alphabet(i)
-        if alphabet.each:
-            out[member] = _expand(data.reshape(len(member), -1), alphabet, length)
-        else:
-            out[member] = _fill(data, len(member), length)
+        if not alphabet:
+            alphabet, data = 1, _fill(data, members[i], length)
+        pieces[alphabet].append(data)
+        heights[alphabet] += members[i]
     row, column, value = at_row.view("<u2"), at_column.view("<u2"), large.view("<i2")
     if count and (row.max() >= rows or column.max() >= length):
         raise CodecError("a large number lies outside the matrix")
-    fits = np.abs(value.astype(np.int32)) <= 127
-    out[row[fits], column[fits]] = value[fits]
-    return Unpacked(out, classes > 0, (row[~fits], column[~fits], value[~fits]))
+    together = tuple(
+        np.concatenate(pieces[i]).reshape(heights[i], -(-length // a.each))
+        for i, a in enumerate(ALPHABETS[1:], 1)
+    )
+    order = np.argsort(classes, kind="stable")[members[0] :]
+    return Unpacked(length, classes, order, together, (row, column, value))
 
 
 def _classify(size: np.ndarray) -> np.ndarray:
@@ -137,13 +161,14 @@ def _classify(size: np.ndarray) -> np.ndarray:
     return np.where(total == 0, 0, 1 + alphabet * (len(MEANS) + 1) + mean).astype(np.uint8)
 
 
-def _classes(entry: list[Any], payload: bytes | memoryview, rows: int) -> np.ndarray:
+def _classes(entry: Any, payload: bytes | memoryview, rows: int) -> tuple[np.ndarray, int]:
+    """The rows' classes, and how many bytes of the payload they are."""
     match entry:
-        case [[str(), int(stored)]] if stored >= 0:
-            head = Coded("", memoryview(payload)[:stored], {"parts": entry})
+        case [str(), int(stored)] if stored >= 0:
+            head = Coded("", memoryview(payload)[:stored], {"parts": [entry]})
             classes = split_parts(head, [rows])[0]
             if classes.max(initial=0) <= CLASSES:
-                return classes
+                return classes, stored
     raise CodecError(f"expected the classes of {rows} rows, found {str(entry)[:80]}")
 
 
@@ -155,8 +180,9 @@ def _sizes(value: Any, most: int) -> bool:
     )
 
 
-def _alphabet(row_class: int) -> Alphabet:
-    return ALPHABETS[(row_class - 1) // (len(MEANS) + 1)]
+def _alphabet(row_class: int) -> int:
+    """Which of ALPHABETS."""
+    return (row_class - 1) // (len(MEANS) + 1)
 
 
 def _squeeze(numbers: np.ndarray, alphabet: Alphabet) -> np.ndarray:
@@ -173,13 +199,6 @@ def _squeeze(numbers: np.ndarray, alphabet: Alphabet) -> np.ndarray:
     return out
 
 
-def _expand(data: np.ndarray, alphabet: Alphabet, length: int) -> np.ndarray:
-    """Inverse of `_squeeze`: int8 ``[rows, length]``; bytes beyond the alphabet give some number."""
-    if alphabet.each == 1:
-        return data.view(np.int8)
-    return np.take(_TABLES[alphabet], data).view(np.int8).reshape(len(data), -1)[:, :length]
-
-
 def _table(alphabet: Alphabet) -> np.ndarray:
     """For each byte the numbers in it, as one item of `each` bytes."""
     digits = np.zeros((256, alphabet.each), np.int8)
@@ -189,7 +208,7 @@ def _table(alphabet: Alphabet) -> np.ndarray:
     return digits.view(f"<u{alphabet.each}")[:, 0]
 
 
-_TABLES = {a: _table(a) for a in ALPHABETS if a.each > 1}
+TABLES = {a: _table(a) for a in ALPHABETS if a.each > 1}
 
 
 def _gaps(numbers: np.ndarray) -> np.ndarray:
@@ -206,12 +225,19 @@ def _gaps(numbers: np.ndarray) -> np.ndarray:
 
 
 def _fill(data: np.ndarray, rows: int, length: int) -> np.ndarray:
-    """Inverse of `_gaps`: int8 ``[rows, length]``."""
-    skip = data >= 2 * SKIP
-    at = np.cumsum(np.where(skip, SKIP, (data >> 1) + np.int64(1))) - 1
-    at, sign = at[~skip], 1 - 2 * (data[~skip] & 1).astype(np.int8)
+    """The bytes that `_squeeze` makes with the second alphabet of what `_gaps` was given."""
+    codes, width = data.astype(np.int64), -(-length // 4)
+    at = np.cumsum(np.take(_STEPS, codes)) - 1
     if len(at) and at[-1] >= rows * length:
         raise CodecError("a gap leads outside the matrix")
-    out = np.zeros(rows * length, np.int8)
-    out[at] = sign
-    return out.reshape(rows, length)
+    if width * 4 > length:
+        at += at // length * (width * 4 - length)
+    out = np.full(rows * width, 27 + 9 + 3 + 1, np.uint8)  # zeros
+    np.add.at(out, at >> 2, np.take(_DIGITS, 4 * codes + (at & 3)))
+    return out
+
+
+_CODES = np.arange(256)
+_STEPS = np.where(_CODES < 2 * SKIP, _CODES // 2 + 1, SKIP)  # from one number to the next
+_SIGNS = np.where(_CODES < 2 * SKIP, 1 - _CODES % 2 * 2, 0)  # a skip ends on a zero
+_DIGITS = np.outer(_SIGNS, [27, 9, 3, 1]).astype(np.uint8)

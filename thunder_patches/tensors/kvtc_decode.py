@@ -7,13 +7,15 @@ wheel took 34 times as long there, and the rotation of strided halves ten times.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, lru_cache
 
 import mlx.core as mx
 import numpy as np
 
 from ..codec.calibration import Basis, Calibration
-from ..codec.kvtc import Numbers, gain_of
+from ..codec.kvtc import Numbers
 from ..codec.rotary import Rotary
+from ..codec.symbols import ALPHABETS, TABLES, WIDEST, Alphabet, Unpacked
 
 STRIPE = 64
 """Tokens that are rotated at once in numpy: their rows fit a core's cache."""
@@ -32,10 +34,10 @@ def decode(
         numpy: whether numpy multiplies; by default where MLX's device is a CPU.
     """
     heads, dim = blocks[0].calibration.rows[name]
-    counts = [block.values.shape[1] for block in blocks]
+    counts = [block.tokens for block in blocks]
     if numpy is None:
         numpy = mx.default_device().type == mx.DeviceType.cpu
-    found = mx.array(_by_numpy(name, blocks)) if numpy else _by_mlx(name, blocks, counts)
+    found = mx.array(_by_numpy(name, blocks)) if numpy else _by_mlx(name, blocks)
     whole, ends = (found.transpose(1, 0, 2) if numpy else found).astype(dtype), np.cumsum(counts)
     return [
         _with_sinks(whole[:, end - n : end], block, dtype, heads, dim)
@@ -45,27 +47,20 @@ def decode(
 
 def _by_numpy(name: str, blocks: Sequence[Numbers]) -> np.ndarray:
     """Float32 rows ``[tokens, heads, dim]`` of all blocks, without sinks."""
-    calibration, positions = blocks[0].calibration, _positions(blocks)
-    out = np.empty((len(positions), *calibration.rows[name]), np.float32)
-    flat, first = out.reshape(len(positions), -1), 0
+    calibration, units = blocks[0].calibration, _units(blocks)
+    (heads, dim), whole = calibration.rows[name], _whole(name, blocks)
+    out = np.empty((units.shape[1], heads, dim), np.float32)
+    flat, first = out.reshape(-1, heads * dim), 0
     for i, basis in enumerate(calibration.bases[name]):
-        used, at = max(block.used[i] for block in blocks), 0
-        y = np.empty((used, len(positions)), np.float32)
-        for block in blocks:
-            values = block.values[first : first + used]
-            part = y[:, at : at + values.shape[1]]
-            part[...] = values
-            row, column, value = block.large_in(first, used)
-            part[row, column] = value
-            part *= (block.step * gain_of(block.gains[i])).astype(np.float32)
-            at += values.shape[1]
+        used = max(block.used[i] for block in blocks)
+        y = whole[first : first + used]
+        y *= units[i]
         first += basis.rank
-        _, dim = calibration.rows[name]
         x = flat[:, basis.first * dim : (basis.first + basis.heads) * dim]
         np.matmul(y.T, basis.decode[:used], out=x)
         x += basis.mean.reshape(-1)
     for head, heads, rotary in calibration.rotary.get(name, ()):
-        cos, sin = _angles(rotary, positions)
+        cos, sin = _angles(rotary, blocks)
         for start in range(0, len(out), STRIPE):
             some = slice(start, start + STRIPE)
             _rotate_in_place(out[some, head : head + heads], rotary, cos[some], sin[some])
@@ -86,71 +81,106 @@ def _rotate_in_place(x: np.ndarray, rotary: Rotary, cos: np.ndarray, sin: np.nda
     a[...] = turned
 
 
-def _by_mlx(name: str, blocks: Sequence[Numbers], counts: Sequence[int]) -> mx.array:
+def _by_mlx(name: str, blocks: Sequence[Numbers]) -> mx.array:
     """Float32 rows ``[heads, tokens, dim]`` of all blocks, without sinks, lazy."""
     calibration = blocks[0].calibration
     _, dim = calibration.rows[name]
+    packed = [block.coded for block in blocks if isinstance(block.coded, Unpacked)]
+    together = len(packed) == len(blocks)
+    whole = _taken_apart(packed) if together else mx.array(_whole(name, blocks))
+    units = mx.array(_units(blocks))
     pieces, first = [], 0
     for i, basis in enumerate(calibration.bases[name]):
         used = max(1, *(block.used[i] for block in blocks))
-        rows = [mx.array(block.values[first : first + used]) for block in blocks]
-        y = mx.concatenate(rows, axis=1).T.astype(mx.float32)
-        y = _with_large(y, blocks, counts, first, used)
+        matrix, mean = _on_device(basis)
+        y = whole[first : first + used].T * units[i][:, None]
         first += basis.rank
-        units = np.concatenate([block.step * gain_of(block.gains[i]) for block in blocks])
-        y = y * mx.array(units.astype(np.float32))[:, None]
-        x = y @ _matrix(basis)[:used] + mx.array(basis.mean.reshape(-1))
+        x = y @ matrix[:used] + mean
         pieces.append(x.reshape(-1, basis.heads, dim).transpose(1, 0, 2))
-    return _turn(mx.concatenate(pieces, axis=0), calibration, name, _positions(blocks))
+    return _turn(mx.concatenate(pieces, axis=0), calibration, name, blocks)
 
 
-def _positions(blocks: Sequence[Numbers]) -> np.ndarray:
-    """Of the coded tokens."""
-    return np.concatenate(
-        [np.arange(block.start, block.start + block.values.shape[1]) for block in blocks]
-    )
+def _whole(name: str, blocks: Sequence[Numbers]) -> np.ndarray:
+    """The numbers of all blocks, float32 ``[rows of y, tokens]``."""
+    rows = sum(basis.rank for basis in blocks[0].calibration.bases[name])
+    whole, at = np.zeros((rows, sum(block.tokens for block in blocks)), np.float32), 0
+    for block in blocks:
+        block.put(whole[:, at : at + block.tokens])
+        at += block.tokens
+    return whole
 
 
-def _angles(rotary: Rotary, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines ``[tokens, pairs]``, scaled, float32."""
-    angle = np.outer(positions, np.array(rotary.rates, np.float64))
-    cos, sin = np.cos(angle) * rotary.scale, np.sin(angle) * rotary.scale
-    return cos.astype(np.float32), sin.astype(np.float32)
+def _taken_apart(blocks: Sequence[Unpacked]) -> mx.array:
+    """As `_whole`: what goes to the device is the packed bytes, a quarter as many, and where rows belong."""
+    width = -(-max(block.length for block in blocks) // WIDEST) * WIDEST
+    rows, count = [mx.zeros((1, width), mx.int8)], 1
+    places = np.zeros((len(blocks[0].classes), len(blocks)), np.int32)  # in `rows`: first its zeros
+    taken = [0] * len(blocks)
+    for i, alphabet in enumerate(ALPHABETS[1:]):
+        parts = [block.packed[i] for block in blocks]
+        data = np.zeros((sum(map(len, parts)), width // alphabet.each), np.uint8)
+        start = 0
+        for j, (block, part) in enumerate(zip(blocks, parts, strict=True)):
+            end = start + len(part)
+            data[start:end, : part.shape[1]] = part
+            where = block.order[taken[j] : taken[j] + len(part)]
+            places[where, j] = np.arange(count + start, count + end)
+            start, taken[j] = end, taken[j] + len(part)
+        if len(data):
+            count += len(data)
+            items = mx.array(data)
+            rows.append((_table(alphabet)[items] if alphabet.each > 1 else items).view(mx.int8))
+    found = mx.concatenate(rows)[mx.array(places)]
+    columns = [found[:, j, : block.length] for j, block in enumerate(blocks)]
+    return _with_large(mx.concatenate(columns, axis=1).astype(mx.float32), blocks)
 
 
-def _with_large(
-    y: mx.array, blocks: Sequence[Numbers], counts: Sequence[int], first: int, used: int
-) -> mx.array:
-    """Put the numbers that int8 can't hold into y ``[tokens, rows]``, which has zeros there."""
+def _with_large(whole: mx.array, blocks: Sequence[Unpacked]) -> mx.array:
+    """Put the numbers that don't fit their alphabet where there are zeros."""
     rows, tokens, values, at = [], [], [], 0
-    for block, count in zip(blocks, counts, strict=True):
-        row, column, value = block.large_in(first, used)
-        rows.append(row)
-        tokens.append(column + at)
-        values.append(value)
-        at += count
-    large = np.concatenate(values).astype(np.float32)
-    if not len(large):
-        return y
-    where = mx.array(np.concatenate(tokens)), mx.array(np.concatenate(rows))
-    return y.at[where].add(mx.array(large))
+    for block in blocks:
+        row, column, value = block.large
+        rows.append(row.astype(np.int32))
+        tokens.append(column.astype(np.int32) + at)
+        values.append(value.astype(np.float32))
+        at += block.length
+    if not sum(map(len, rows)):
+        return whole
+    where = mx.array(np.concatenate(rows)), mx.array(np.concatenate(tokens))
+    return whole.at[where].add(mx.array(np.concatenate(values)))
 
 
-def _turn(x: mx.array, calibration: Calibration, name: str, positions: np.ndarray) -> mx.array:
+def _units(blocks: Sequence[Numbers]) -> np.ndarray:
+    return np.concatenate([block.units() for block in blocks], axis=1)
+
+
+def _angles(rotary: Rotary, blocks: Sequence[Numbers]) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines ``[tokens, pairs]``, see `Rotary.table`."""
+    tables = [_table_of(rotary, block.start, block.tokens) for block in blocks]
+    cos, sin = (np.concatenate(part) for part in zip(*tables, strict=True))
+    return cos, sin
+
+
+@lru_cache(maxsize=256)
+def _table_of(rotary: Rotary, start: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    return rotary.table(start, tokens)
+
+
+def _turn(x: mx.array, calibration: Calibration, name: str, blocks: Sequence[Numbers]) -> mx.array:
     runs = calibration.rotary.get(name, ())
     if not runs:
         return x
     parts, at = [], 0
     for first, heads, rotary in runs:
-        parts += [x[at:first], _rotate(x[first : first + heads], rotary, positions)]
+        parts += [x[at:first], _rotate(x[first : first + heads], rotary, blocks)]
         at = first + heads
     return mx.concatenate([part for part in [*parts, x[at:]] if part.shape[0]], axis=0)
 
 
-def _rotate(x: mx.array, rotary: Rotary, positions: np.ndarray) -> mx.array:
-    """As `Rotary.turn`, for ``[heads, tokens, dim]`` at these positions."""
+def _rotate(x: mx.array, rotary: Rotary, blocks: Sequence[Numbers]) -> mx.array:
+    """As `Rotary.turn`, for ``[heads, tokens, dim]``."""
     pairs = len(rotary.rates)
-    cos, sin = (mx.array(table) for table in _angles(rotary, positions))
+    cos, sin = (mx.array(table) for table in _angles(rotary, blocks))
     turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     if rotary.interleaved:
         a, b = turned[..., 0::2], turned[..., 1::2]
@@ -169,13 +199,19 @@ def _with_sinks(x: mx.array, block: Numbers, dtype: mx.Dtype, heads: int, dim: i
     return mx.concatenate([exact, x], axis=1)
 
 
-_matrices: dict[int, tuple[Basis, mx.array]] = {}
+_on_device_already: dict[int, tuple[Basis, mx.array, mx.array]] = {}
 
 
-def _matrix(basis: Basis) -> mx.array:
-    """The basis' decoding matrix as an array, made once (on the generation thread, as all here)."""
-    known = _matrices.get(id(basis))
+def _on_device(basis: Basis) -> tuple[mx.array, mx.array]:
+    """The basis' decoding matrix and mean, made once (on the generation thread, as all here)."""
+    known = _on_device_already.get(id(basis))
     if known is None or known[0] is not basis:
-        known = _matrices[id(basis)] = (basis, mx.array(basis.decode))
-        mx.eval(known[1])
-    return known[1]
+        known = basis, mx.array(basis.decode), mx.array(basis.mean.reshape(-1))
+        _on_device_already[id(basis)] = known
+        mx.eval(known[1:])
+    return known[1:]
+
+
+@cache
+def _table(alphabet: Alphabet) -> mx.array:
+    return mx.array(TABLES[alphabet])
