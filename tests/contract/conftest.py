@@ -14,7 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.server import INDEX, TRACE
+
 ROOT = Path(__file__).resolve().parents[2]
+QUICK = {"PYTHONPATH": str(TRACE), "HARNESS_INDEX": INDEX.name}
+"""For an interpreter that imports a host: it need not read all of transformers to know its modules.
+
+Nothing else of the harness's module is on. Not for what is said of the interpreter's own start.
+"""
 
 
 @dataclass(frozen=True)

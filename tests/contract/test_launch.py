@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.conftest import Environment, free_port
+from tests.contract.conftest import QUICK, Environment, free_port
 
 SCRIPT = "#!{python}\nimport sys\nfrom {module} import main\nsys.exit(main())\n"
 
@@ -41,7 +41,7 @@ def running(
     command = [str(environment.folder / "bin" / command[0]), *command[1:]]
     server = subprocess.Popen(
         command,
-        env=environment.environ({"HF_HUB_OFFLINE": "1", **(env or {})}),
+        env=environment.environ({"HF_HUB_OFFLINE": "1", **QUICK, **(env or {})}),
         cwd=environment.folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -169,7 +169,7 @@ os._exit(0)
 
 
 def test_a_script_that_runs_the_server_itself(from_wheel: Environment) -> None:
-    done = from_wheel.run("-c", EMBEDDED)
+    done = from_wheel.run("-c", EMBEDDED, env=QUICK)
     assert done.returncode == 0, done.stderr
     assert own_lines(done.stderr.splitlines()), done.stderr
     # Importing patches nothing, serving patches every target, undoing leaves none.

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.conftest import free_port, make
+from tests.contract.conftest import QUICK, free_port, make
 from tests.harness.models import ModelFactory
 
 PLUGIN = """
@@ -98,7 +98,7 @@ class Strange:
         with log.open("w") as out:
             process = subprocess.Popen(
                 [str(self.environment.python), *command],
-                env=self.environment.environ({"HF_HUB_OFFLINE": "1", **env}),
+                env=self.environment.environ({"HF_HUB_OFFLINE": "1", **QUICK, **env}),
                 cwd=self.environment.folder,
                 stdout=out,
                 stderr=subprocess.STDOUT,
