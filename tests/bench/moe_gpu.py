@@ -3,8 +3,8 @@
     PYTHONPATH=. python tests/bench/moe_gpu.py [--small] [--seconds 160]
 
 Needs mlx (with its CUDA or Metal backend), mlx-lm and this package. Twelve expert shapes of known
-models and one with global scales, batches of 1, 4 and 16, then whole decode steps of a model of
-the 30B-A3B shape. Both forms run in turn. Prints one JSON object; `ratio` is the host's time over
+models and one with global scales, batches of 1, 4 and 16, after whole decode steps of a model of
+the 30B-A3B shape. What is done is told on the way. Both forms run in turn. Prints one JSON object; `ratio` is the host's time over
 the fused one, so above 1 is a gain. `chosen` says what `fuse` does here by itself.
 """
 
@@ -206,6 +206,10 @@ def whole_steps(layers: int, repeats: int, small: bool) -> dict[str, Any]:
     return found
 
 
+def tell(name: str, found: Any, start: float) -> None:
+    print(f"{time.perf_counter() - start:.0f} s, {name}: {json.dumps(found)}", file=sys.stderr)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--small", action="store_true", help="tiny sizes, to try the script")
@@ -224,6 +228,7 @@ def main() -> int:
         found["decode"] = whole_steps(*steps)
     except Exception as error:
         found["decode"] = {"error": f"{type(error).__name__}: {error}"[:400]}
+    tell("decode", found["decode"], start)
     mx.clear_cache()
     for name, shape in SHAPES.items():
         if options.small:
@@ -238,6 +243,7 @@ def main() -> int:
             found["shapes"][name] = one_shape(shape, options.repeats)
         except Exception as error:
             found["shapes"][name] = {"error": f"{type(error).__name__}: {error}"[:400]}
+        tell(name, found["shapes"][name], start)
         mx.clear_cache()
     entries = [e for e in found["shapes"].values() if isinstance(e, dict) and "bits" in e]
     found["all_bit_equal"] = bool(entries) and all(all(e["bits"].values()) for e in entries)

@@ -3,42 +3,51 @@
 from __future__ import annotations
 
 import ctypes
-from threading import Lock
 
-import mlx.core as mx
-import numpy as np
-
-from thunder_patches.tensors.cuda import Landing
+from thunder_patches.tensors.cuda import CudaError, Gpu
 
 
-class HostGpu:
-    """`tensors.cuda.Gpu` on the processor. Nothing is copied before `wait`, as late as a GPU may be."""
+class HostCopier:
+    """`tensors.cuda.Driver` on the processor. Nothing is copied before `wait`, as late as a GPU may be.
+
+    Args:
+        refuses: names of methods that fail.
+    """
 
     def __init__(self) -> None:
-        self.lock = Lock()
-        self.fetched = 0
-        self._landing: Landing | None = None
-        self._begun: list[tuple[int, int]] = []
+        self.refuses: set[str] = set()
+        self.fetched = self.sent = 0
+        self._pinned: dict[int, ctypes.Array] = {}
+        self._begun: list[tuple[int, int, int]] = []
 
-    def landing(self, size: int) -> Landing:
-        if self._landing is None or self._landing.array.nbytes < size:
-            array = mx.full((size,), 99, mx.uint8)
-            mx.eval(array)
-            address = np.asarray(array).ctypes.data
-            self._landing = Landing(memoryview(bytearray(size)), array, address)
-        return self._landing
+    def pin(self, size: int) -> int:
+        self._check("pin")
+        memory = (ctypes.c_ubyte * size)()
+        self._pinned[ctypes.addressof(memory)] = memory
+        return ctypes.addressof(memory)
 
-    def fetch(self, landing: Landing, at: int, size: int) -> None:
-        assert at + size <= landing.array.nbytes, "past the end"
-        self._begun.append((at, size))
+    def unpin(self, address: int) -> None:
+        del self._pinned[address]
+
+    def to_gpu(self, target: int, source: int, size: int) -> None:
+        self._check("to_gpu")
+        self._begun.append((target, source, size))
+        self.fetched += size
+
+    def to_host(self, target: int, source: int, size: int) -> None:
+        self._check("to_host")
+        self._begun.append((target, source, size))
+        self.sent += size
 
     def wait(self) -> None:
-        assert self._landing is not None
-        for at, size in self._begun:
-            ctypes.memmove(
-                self._landing.address + at, bytes(self._landing.pinned[at : at + size]), size
-            )
-            # What is read next must not reach the array by way of this side.
-            self._landing.pinned[at : at + size] = bytes(size)
-            self.fetched += size
+        for target, source, size in self._begun:
+            ctypes.memmove(target, source, size)
         self._begun = []
+
+    def _check(self, name: str) -> None:
+        if name in self.refuses:
+            raise CudaError(f"{name}: refused")
+
+
+def host_gpu() -> Gpu:
+    return Gpu(HostCopier(), slabs=1 << 30)

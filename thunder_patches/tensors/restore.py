@@ -80,11 +80,11 @@ def restore(
         ReadJob(p.key, p.kind, p.parent, p.tokens, header.layout if p is last else text, {})
         for p in pieces
     ]
-    if (records := store.held(jobs)) is not None:
-        found: list[Literal["ram", "ssd"]] = ["ram"] * len(records)
-        rows, whole = _assemble(layout, records, pieces, length, capacity)
-    else:
-        rows, whole, found = _read(store, layout, header, jobs, pieces, capacity)
+    held = store.held(jobs)
+    read = _on_gpu(store, layout, header, jobs, pieces, capacity, held)
+    if read is None and held is not None:
+        read = *_assemble(layout, held, pieces, length, capacity), ["ram"] * len(held)
+    rows, whole, found = read or _read(store, layout, header, jobs, pieces, capacity)
     states = {
         path: ([whole[state_name(path, i)] for i in range(meta["arrays"])], meta)
         for path, meta in metas.items()
@@ -121,18 +121,12 @@ def _assemble(
         )
         return mx.concatenate([before, *parts, after], axis=1)
 
-    if gpu() is not None:
-        # A launch for each block instead of one for each block and layer.
-        groups = {name: joined(name, 0, heads) for name, (_, heads, _) in layout.groups.items()}
-        mx.eval(groups)
-        rows = dict(by_layer(layout, groups))
-    else:
-        rows = {
-            (path, i): joined(*place)[None]
-            for path, _, _, placed in layout.parts
-            for i, place in enumerate(placed)
-        }
-        mx.eval(list(rows.values()))
+    rows = {
+        (path, i): joined(*place)[None]
+        for path, _, _, placed in layout.parts
+        for i, place in enumerate(placed)
+    }
+    mx.eval(list(rows.values()))
     whole = {name: array for name, array in tensors[-1].items() if name not in layout.groups}
     return rows, whole
 
@@ -145,6 +139,32 @@ def array_of(data: Buffer, dtype: str, shape: Sequence[int]) -> mx.array:
     return (flat.view(DTYPES[dtype]) if flat.size else flat.astype(DTYPES[dtype])).reshape(shape)
 
 
+Found = tuple[Rows, dict[str, mx.array], list[Literal["ram", "ssd"]]]
+"""Rows, the last record's other tensors by name, and who had each record."""
+
+
+def _on_gpu(
+    store: CacheStore,
+    layout: Layout,
+    header: Header,
+    jobs: Sequence[ReadJob],
+    pieces: Sequence[Piece],
+    capacity: int,
+    held: Sequence[Record] | None,
+) -> Found | None:
+    """By the copies of a GPU with memory of its own, where there is one and it can.
+
+    Raises:
+        RestoreFailed: when a record is missing or bad.
+    """
+    if (device := gpu()) is not None:
+        with suppress(CudaError):  # no room for pinned memory, say
+            read = upload(device, store, layout, header, jobs, pieces, capacity, held)
+            sources = _all_read(read.sources)
+            return dict(by_layer(layout, read.rows)), read.whole, sources
+    return None
+
+
 def _read(
     store: CacheStore,
     layout: Layout,
@@ -152,17 +172,12 @@ def _read(
     jobs: Sequence[ReadJob],
     pieces: Sequence[Piece],
     capacity: int,
-) -> tuple[Rows, dict[str, mx.array], list[Literal["ram", "ssd"]]]:
+) -> Found:
     """Read from the store into preallocated buffers.
 
     Raises:
         RestoreFailed: when a record is missing or bad.
     """
-    if (device := gpu()) is not None:
-        with suppress(CudaError):  # no room for pinned memory, say
-            read = upload(device, store, layout, header, jobs, pieces, capacity)
-            sources = _all_read(read.sources)
-            return dict(by_layer(layout, read.rows)), read.whole, sources
     buffers = Buffers()
     rows = {
         (path, i): buffers.add((1, heads, capacity, layout.groups[name][2]), layout.groups[name][0])

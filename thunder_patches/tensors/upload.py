@@ -1,19 +1,18 @@
-"""Read stored blocks into a GPU's memory: the next ones are read while it fetches the last ones."""
+"""Bring stored blocks into a GPU's memory: files are read while it fetches what was read before."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import ceil
 
 import mlx.core as mx
 
 from ..cache.match import Piece
-from ..cache.record import Header, TensorSpec
+from ..cache.record import Buffer, Header, Record, TensorSpec
 from ..cache.store import CacheStore, ReadJob, Source
 from .cuda import LANDING, Gpu
-from .kvtc_batches import batches
+from .kvtc_batches import BATCH, batches
 from .layers import DTYPES, SAME_SIZE, Layout
 
 _ALIGN = 64
@@ -40,12 +39,14 @@ def upload(
     jobs: Sequence[ReadJob],
     pieces: Sequence[Piece],
     capacity: int,
+    held: Sequence[Record] | None = None,
 ) -> Read:
     """Read ``jobs``, which are those of ``pieces``.
 
     Args:
         header: of the last record.
         capacity: tokens to make room for in the rows.
+        held: the records themselves, where memory has them all.
 
     Raises:
         cuda.CudaError: when the driver refuses something.
@@ -58,49 +59,46 @@ def upload(
     rest = [spec for spec in header.tensors if spec.name not in rows]
     specs = [_specs(layout, piece) for piece in pieces]
     specs[-1] = [*specs[-1], *rest]
-    sizes = [sum(_room(spec) for spec in each) for each in specs]
-    waves = _waves(sizes, LANDING // 2)
-    half = max(sum(sizes[i] for i in wave) for wave in waves)
-
+    slot = max(sum(_room(spec) for spec in each) for each in specs)
+    slots = min(len(jobs), max(1, LANDING // max(1, slot)))
+    places = [_places(each, i % slots * slot) for i, each in enumerate(specs)]
     whole: dict[str, mx.array] = {}
-    filled: list[ReadJob] = []
     sources: list[Source | None] = []
-    placed: list[tuple[Piece, ReadJob, dict[str, tuple[int, TensorSpec]]]] = []
-
-    def land() -> None:
-        """Take what the GPU has fetched to where it belongs."""
-        gpu.wait()
-        for piece, job, places in placed:
-            _place(landing.array, layout, rows, whole, piece, job, places)
-        mx.eval(rows, whole)
-        placed.clear()
 
     with gpu.lock:
-        landing = gpu.landing(2 * half)
+        landing = gpu.landing(slots * slot)
+        pinned = gpu.pinned(slots * slot) if held is None else memoryview(b"")
+        filled = [_filled(*pair, pinned) for pair in zip(jobs, places, strict=True)]
+        coming = deque(store.begin(job) for job in filled[:slots]) if held is None else deque()
+        done = 0
         try:
-            for turn, wave in enumerate(waves):
-                begin = at = turn % 2 * half
-                some, coming = [], []
-                for i in wave:
-                    places = {}
-                    for spec in specs[i]:
-                        places[spec.name] = at, spec
-                        at += _room(spec)
-                    views = {n: landing.pinned[a : a + s.nbytes] for n, (a, s) in places.items()}
-                    targets = {name: [view] for name, view in views.items()}
-                    some.append(replace(jobs[i], targets=targets, halves={}))
-                    coming.append((pieces[i], some[-1], places))
-                sources += store.read_many(some)
-                land()  # the wave before: the GPU fetched it meanwhile
-                if None in sources:
-                    return Read({}, {}, sources)
-                gpu.fetch(landing, begin, at - begin)
-                placed += coming
-                filled += some
-            land()
+            for i, job in enumerate(filled):
+                sources.append("ram" if held is not None else coming.popleft().result())
+                if sources[i] is None:
+                    break
+                data = _by_name(held[i]) if held is not None else {}
+                for name, (at, spec) in places[i].items():
+                    if spec.nbytes and name not in (job.halves or {}):
+                        gpu.fetch(landing, at, data.get(name, pinned[at : at + spec.nbytes]))
+                if i + 1 - done < _group(slots) and i + 1 < len(jobs):
+                    continue
+                gpu.wait()
+                for j in range(done, i + 1):
+                    _place(landing.array, layout, rows, whole, pieces[j], filled[j], places[j])
+                _multiply_out(layout, filled[done : i + 1], pieces[done : i + 1], rows)
+                mx.eval(rows, whole)
+                if held is None:  # into the places that are free now
+                    coming += [store.begin(job) for job in filled[done + slots : i + 1 + slots]]
+                done = i + 1
         finally:
+            for future in coming:
+                if not future.cancel():
+                    future.result()
             gpu.wait()
-    _multiply_out(layout, filled, pieces, rows)
+    if held is None:
+        store.finish(jobs[: len(sources)], sources)
+    if None in sources:
+        return Read({}, {}, sources)
     return Read(
         {name: array.view(DTYPES[layout.groups[name][0]]) for name, array in rows.items()},
         {spec.name: _shaped(whole[spec.name], spec) for spec in rest},
@@ -118,12 +116,32 @@ def _shaped(data: mx.array, spec: TensorSpec) -> mx.array:
     return data.view(dtype).reshape(spec.shape) if data.size else mx.zeros(spec.shape, dtype)
 
 
-def _waves(sizes: Sequence[int], room: int) -> list[range]:
-    """Runs of records, about as many in each, that fit into ``room`` bytes unless one alone doesn't."""
-    fit = max(1, room // max(*sizes, 1))
-    waves = ceil(len(sizes) / fit)
-    bounds = [len(sizes) * i // waves for i in range(waves + 1)]
-    return [range(a, b) for a, b in pairwise(bounds)]
+Places = dict[str, tuple[int, TensorSpec]]
+"""Where each tensor of a record is in the landing: its first byte."""
+
+
+def _places(specs: Sequence[TensorSpec], at: int) -> Places:
+    """Those of one record, whose first byte is the ``at``-th."""
+    found: Places = {}
+    for spec in specs:
+        found[spec.name] = at, spec
+        at += _room(spec)
+    return found
+
+
+def _filled(job: ReadJob, places: Places, pinned: memoryview) -> ReadJob:
+    """Read into pinned memory, at the places that the tensors have in the landing."""
+    targets = {name: [pinned[at : at + spec.nbytes]] for name, (at, spec) in places.items()}
+    return replace(job, targets=targets, halves={})
+
+
+def _group(slots: int) -> int:
+    """Records that are put in place at once, while the next are read into the other slots."""
+    return max(1, min(slots // 2, BATCH))
+
+
+def _by_name(record: Record) -> dict[str, Buffer]:
+    return {spec.name: d for spec, d in zip(record.header.tensors, record.data, strict=True)}
 
 
 def _specs(layout: Layout, piece: Piece) -> list[TensorSpec]:
@@ -141,7 +159,7 @@ def _place(
     whole: dict[str, mx.array],
     piece: Piece,
     job: ReadJob,
-    places: dict[str, tuple[int, TensorSpec]],
+    places: Places,
 ) -> None:
     """Copy one record out of the landing, but for what is decoded by half; lazily."""
     for name, (at, spec) in places.items():
