@@ -156,13 +156,13 @@ def _units(blocks: Sequence[Numbers]) -> np.ndarray:
 
 def _angles(rotary: Rotary, blocks: Sequence[Numbers]) -> tuple[np.ndarray, np.ndarray]:
     """Cosines and sines ``[tokens, pairs]``, see `Rotary.table`."""
-    tables = [_table_of(rotary, block.start, block.tokens) for block in blocks]
+    tables = [_rotation(rotary, block.start, block.tokens) for block in blocks]
     cos, sin = (np.concatenate(part) for part in zip(*tables, strict=True))
     return cos, sin
 
 
-@lru_cache(maxsize=256)
-def _table_of(rotary: Rotary, start: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+@lru_cache(maxsize=128)
+def _rotation(rotary: Rotary, start: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     return rotary.table(start, tokens)
 
 
