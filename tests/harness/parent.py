@@ -81,6 +81,8 @@ def become(order, paths):
     for number, file in enumerate((nothing, log, log)):
         os.dup2(file, number)
     os.closerange(3, 1024)
+    # Where CI itself runs in the background, interrupts are ignored from its start on.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(order["env"])
     sys.orig_argv = order["command"]
