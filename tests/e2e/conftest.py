@@ -29,7 +29,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "one_hybrid: restarts servers often; one hybrid architecture stands for both"
+        "markers",
+        "one_hybrid: slow, or not about the layers: one hybrid architecture stands for both",
     )
 
 

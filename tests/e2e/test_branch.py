@@ -42,6 +42,7 @@ def test_a_prompt_cut_short(fleet: Fleet, model: Model, kind: str, seed: int) ->
     served(fleet, server, model, prompt=_join(words), cached=range(checkpoint, 401))
 
 
+@pytest.mark.one_hybrid
 def test_one_token_more(fleet: Fleet, model: Model, seed: int) -> None:
     """What is known ends one token before the part that the host runs as a decode step."""
     server = fleet.shared(model)

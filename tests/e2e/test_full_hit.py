@@ -68,6 +68,7 @@ def test_c2_repeat(
         assert_same(first, answer)
 
 
+@pytest.mark.one_hybrid
 def test_a_hit_on_one_path_serves_the_other(fleet: Fleet, model: Model, seed: int) -> None:
     """Stored by a batched request, restored by a serial one, and the other way round."""
     server = fleet.shared(model)
@@ -78,6 +79,7 @@ def test_a_hit_on_one_path_serves_the_other(fleet: Fleet, model: Model, seed: in
         served(fleet, server, model, prompt=prompt, cached=150, **restore)
 
 
+@pytest.mark.one_hybrid
 def test_one_token_and_default_block_size(fleet: Fleet, model: Model, seed: int) -> None:
     """The shortest prompt, and a long one in blocks of 256."""
     server = fleet.shared(model, env={"THUNDER_BLOCK_TOKENS": None})

@@ -58,10 +58,14 @@ def asking(about: dict[str, Any], before: int, after: int, seed: int) -> list[di
     return [{"role": "user", "content": parts}]
 
 
-@pytest.mark.parametrize("before", [20, 45, 70])
+@pytest.mark.parametrize(
+    ("seeing", "before"),
+    [("qwen3", 20), ("qwen3", 45), ("qwen3", 70), ("gemma3", 45)],
+    indirect=["seeing"],
+)
 def test_answers_about_images(fleet: Fleet, seeing: Model, seed: int, before: int) -> None:
     """Cold, repeated, another question about the same image, another image, after a restart."""
-    stock = fleet.server(seeing, env={**SEES, "THUNDER": "0"})
+    stock = fleet.shared(seeing, env={**SEES, "THUNDER": "0"})
     server = fleet.server(seeing, env={**SEES, "THUNDER_SNAPSHOT_STRIDE": "1"})
     one, other = picture(seed), picture(seed + 1)
     first = asking(one, before, 9, seed)
@@ -88,7 +92,7 @@ def test_answers_under_quantised_kv(
     model = _seeing(models, "qwen3")
     args = ("--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "64")
     args += ("--prefill-step-size", "48")
-    stock = fleet.server(model, args=args, env={**SEES, "THUNDER": "0"})
+    stock = fleet.shared(model, args=args, env={**SEES, "THUNDER": "0"})
     server = fleet.server(model, args=args, env=SEES, host_cache=True)
     one = picture(seed)
     for after in (9, 14, 9):
@@ -99,7 +103,7 @@ def test_answers_under_quantised_kv(
 
 def test_an_image_is_never_begun_in_its_middle(fleet: Fleet, seeing: Model, seed: int) -> None:
     """Only the blocks up to the image's middle are left."""
-    stock = fleet.server(seeing, env={**SEES, "THUNDER": "0"})
+    stock = fleet.shared(seeing, env={**SEES, "THUNDER": "0"})
     env = {**SEES, "THUNDER_SNAPSHOT_STRIDE": "1", "THUNDER_RAM_CACHE_MB": "0"}
     server = fleet.server(seeing, env=env)
     asked = asking(picture(seed), 45, 9, seed)

@@ -45,7 +45,7 @@ def test_c20_signs_of_life_come_from_a_timer(fleet: Fleet, full: Model, seed: in
     assert answer.prompt_tokens == 300
 
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none")
-    server.inject(after=0, sleep=7.0)
+    server.inject(after=0, sleep=5.0)
     stream = client.chat.completions.create(
         model="default_model",
         messages=[{"role": "user", "content": text_of(200, seed + 1)}],

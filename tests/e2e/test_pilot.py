@@ -32,6 +32,7 @@ def stable(
     return answer
 
 
+@pytest.mark.one_hybrid
 def test_c5_one_part_or_a_string(fleet: Fleet, model: Model, seed: int) -> None:
     """The same text in both shapes of content: the same tokens, a hit."""
     server = fleet.shared(model)
@@ -89,6 +90,7 @@ def test_c5_tools_in_another_order(fleet: Fleet, full: Model, seed: int, stabili
         assert "another order" in miss_of(again)["reason"]
 
 
+@pytest.mark.one_hybrid
 @pytest.mark.parametrize("stabilize", ["0", "1"], ids=["default", "stabilised"])
 def test_c6_nonce(fleet: Fleet, model: Model, seed: int, stabilize: str) -> None:
     """A nonce in the first system line, quoted by the user, whose text stays as it is."""

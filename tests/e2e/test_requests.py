@@ -36,6 +36,7 @@ EVERY_KIND = ("temperature", "repetition-seed", "logit-bias", "top-logprobs")
 """Enough for the kinds of layers, which sampling doesn't see; full attention has them all."""
 
 
+@pytest.mark.one_hybrid
 @pytest.mark.parametrize("name", EVERY_KIND)
 def test_the_stock_answer_on_every_kind_of_hit(
     fleet: Fleet, model: Model, seed: int, name: str
@@ -70,6 +71,7 @@ def test_the_controls_of_a_request_matter(fleet: Fleet, full: Model, seed: int) 
         assert differences(plain, answer) != [], name
 
 
+@pytest.mark.one_hybrid
 def test_stop_words(fleet: Fleet, model: Model, seed: int) -> None:
     """The answer ends before a word of the full answer, on a hit as on a miss."""
     server = fleet.shared(model)
@@ -87,6 +89,7 @@ def test_stop_words(fleet: Fleet, model: Model, seed: int) -> None:
         assert stop not in answer.text
 
 
+@pytest.mark.one_hybrid
 @pytest.mark.parametrize("extra", [{}, {"seed": 2}], ids=["batched", "serial"])
 @pytest.mark.parametrize("form", ["completion", "chat"])
 def test_streams(fleet: Fleet, model: Model, seed: int, form: str, extra: dict[str, int]) -> None:
