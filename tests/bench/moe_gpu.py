@@ -4,8 +4,9 @@
 
 Needs mlx (with its CUDA or Metal backend), mlx-lm and this package. Twelve expert shapes of known
 models and one with global scales, batches of 1, 4 and 16, after whole decode steps of a model of
-the 30B-A3B shape. What is done is told on the way. Both forms run in turn. Prints one JSON object; `ratio` is the host's time over
-the fused one, so above 1 is a gain. `chosen` says what `fuse` does here by itself.
+the 30B-A3B shape. What is done is told on the way. Both forms run in turn. Prints one JSON object;
+`ratio` is the host's time over the fused one, so above 1 is a gain. `chosen` says what `fuse` does here by
+itself.
 """
 
 from __future__ import annotations
