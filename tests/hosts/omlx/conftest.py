@@ -28,6 +28,12 @@ LEFT_OUT = (
     "sliding-no-skip",  # rests on the host's own cache, which is out of use
     "hybrid-interleaved",
     "sliding-interleaved",
+    # Files and processes, which the host has no part in: tests/e2e has them with every kind.
+    *(f"{test}[{kind}" for test in ("c11_killed", "c12_restart") for kind in ("full", "sliding")),
+    "from_one_machine_to_another[full",
+    "from_one_machine_to_another[sliding",
+    "a_spoiled_snapshot[sliding",
+    "c15_at_once[sliding",
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.folder import CacheFolder, wait_for
 from tests.e2e.steps import MISS, added, counts, served
-from tests.e2e.test_bad_files import test_a_spoiled_snapshot, test_c10_bad_files
+from tests.e2e.test_bad_files import test_a_spoiled_snapshot
 from tests.e2e.test_branch import test_a_prompt_cut_short, test_c3_branch, test_c4_growing_chat
 from tests.e2e.test_failures import test_c11_killed
 from tests.e2e.test_full_hit import test_c1_full_hit, test_c2_repeat
@@ -30,7 +30,6 @@ __all__ = [
     "test_c2_repeat",
     "test_c3_branch",
     "test_c4_growing_chat",
-    "test_c10_bad_files",
     "test_c11_killed",
     "test_c12_restart",
     "test_c15_at_once",

@@ -21,13 +21,15 @@ HOW: dict[str, dict[str, Any]] = {
     "header": {"extra_headers": {"X-Thunder-Progress": "1"}},
 }
 """The two ways to ask for progress."""
+FORMS = {"body": "chunk", "header": "comment"}
+"""Both forms of the host's own keepalive, each with one of those ways: the host reads one where it
+gets a request and the other where it writes, and neither sees the other."""
 COMMON: dict[str, Any] = {"model": NAME, "max_tokens": 6, "temperature": 0}
 
 
-@pytest.fixture(params=["chunk", "comment"])
-def server(request: pytest.FixtureRequest, fleet: Fleet, full: Model) -> Server:
-    """Both forms of the host's own keepalive."""
-    return fleet.server(full, args=["--sse-keepalive-mode", request.param])
+@pytest.fixture
+def server(how: str, fleet: Fleet, full: Model) -> Server:
+    return fleet.server(full, args=["--sse-keepalive-mode", FORMS[how]])
 
 
 def told(events: list[dict[str, Any]]) -> bool:
