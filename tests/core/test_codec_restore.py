@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +17,13 @@ from tests.core.cache_support import counts, file_of, open_store
 from thunder_patches.cache.keys import chain, root_key, snapshot_key, token_bytes
 from thunder_patches.cache.match import Piece
 from thunder_patches.cache.record import Header, Record, TensorSpec
-from thunder_patches.cache.store import CacheStore
+from thunder_patches.cache.store import CacheStore, ReadJob
 from thunder_patches.codec.calibration import Shelf
 from thunder_patches.codec.kvtc import Kvtc
 from thunder_patches.codec.policy import Policy
 from thunder_patches.codec.rotary import Rotary
+from thunder_patches.tensors import cuda, kvtc_batches, upload
 from thunder_patches.tensors import cut as cutting
-from thunder_patches.tensors import kvtc_batches, upload
 from thunder_patches.tensors import restore as module
 from thunder_patches.tensors.cuda import Gpu
 from thunder_patches.tensors.cut import cut
@@ -237,6 +238,32 @@ def test_what_the_driver_refuses_goes_through_the_host(tmp_path, device, refused
     pieces, _ = stored(store, caches)
     assert (brought_back(store, pieces) == rows(caches, LENGTH)).all()
     store.close()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_records_in_pinned_memory_need_no_reading(tmp_path, device, monkeypatch, pinned) -> None:
+    if device is not None:
+        monkeypatch.setattr(cuda.Slabs, "_want", cuda.Slabs._add)
+        for _ in range(LENGTH // BLOCK + 2):  # one more is there each time
+            stored(open_store(None, ram_budget=1 << 30), live())
+    caches = live()
+    store = open_store(None, ram_budget=1 << 30)
+    pieces, records = stored(store, caches)
+    if not pinned:
+        store = open_store(None, ram_budget=1 << 30)
+        for record in records:
+            store.put(Record(record.header, tuple(bytes(data) for data in record.data)), 1)
+    begun = []
+
+    def begin(self: CacheStore, job: ReadJob) -> Future:
+        begun.append(job)
+        return real(self, job)
+
+    real = CacheStore.begin
+    monkeypatch.setattr(CacheStore, "begin", begin)
+    assert (brought_back(store, pieces) == rows(caches, LENGTH)).all()
+    assert len(begun) == (0 if device is None or pinned else len(pieces))
+    assert device is None or device._copier.fetched
 
 
 @pytest.mark.parametrize("tier", ["ram", "ssd"])

@@ -27,7 +27,7 @@ def at_once(monkeypatch) -> None:
     def want(self: Slabs, room: int) -> None:
         if self._pinned + room <= self._limit:
             self._pinned += room
-            self._free[room].append(self._copier.pin(room))
+            self._add(room)
 
     monkeypatch.setattr(Slabs, "_want", want)
 
@@ -114,6 +114,8 @@ def test_a_slab_comes_back_when_nothing_refers_to_it(at_once) -> None:
     slab = slabs.take(1000)
     assert slab is not None and slab.nbytes == 1000
     part = slab[10:20]
+    assert slabs.hold(slab) and slabs.hold(part) and slabs.hold(b"")
+    assert not slabs.hold(bytes(10)) and not slabs.hold(memoryview(mx.zeros(4)))
     del slab
     gc.collect()
     assert slabs.take(1000) is None, "a part of it is still in use"

@@ -122,6 +122,7 @@ class Slabs:
     def __init__(self, copier: Copier, limit: int) -> None:
         self._copier, self._limit = copier, limit
         self._free: defaultdict[int, deque[int]] = defaultdict(deque)
+        self._addresses: set[int] = set()
         self._wanted: SimpleQueue[int] = SimpleQueue()
         self._pinned = 0
         self._thread: Thread | None = None
@@ -138,6 +139,13 @@ class Slabs:
         weakref.finalize(slab, self._free[room].append, address).atexit = False
         return memoryview(slab).cast("B")[:size]
 
+    def hold(self, data: Buffer) -> bool:
+        """Whether these bytes, if there are any, are part of a slab."""
+        if not len(data):
+            return True
+        owner = data.obj if isinstance(data, memoryview) else None
+        return isinstance(owner, ctypes.Array) and ctypes.addressof(owner) in self._addresses
+
     def _want(self, room: int) -> None:
         if self._pinned + room > self._limit:
             return
@@ -151,10 +159,15 @@ class Slabs:
         while True:
             room = self._wanted.get()
             try:
-                self._free[room].append(self._copier.pin(room))
+                self._add(room)
             except CudaError:
                 self._limit = 0
             time.sleep(PAUSE)
+
+    def _add(self, room: int) -> None:
+        address = self._copier.pin(room)
+        self._addresses.add(address)
+        self._free[room].append(address)
 
 
 def _room(size: int) -> int:

@@ -158,6 +158,8 @@ def _on_gpu(
         RestoreFailed: when a record is missing or bad.
     """
     if (device := gpu()) is not None:
+        if held and not all(device.slabs.hold(data) for record in held for data in record.data):
+            held = None  # threads copy it to pinned memory, as they read files
         with suppress(CudaError):  # no room for pinned memory, say
             read = upload(device, store, layout, header, jobs, pieces, capacity, held)
             sources = _all_read(read.sources)

@@ -46,7 +46,7 @@ def upload(
     Args:
         header: of the last record.
         capacity: tokens to make room for in the rows.
-        held: the records themselves, where memory has them all.
+        held: the records themselves, where pinned memory has them all.
 
     Raises:
         cuda.CudaError: when the driver refuses something.
