@@ -255,9 +255,9 @@ def test_records_in_pinned_memory_need_no_reading(tmp_path, device, monkeypatch,
             store.put(Record(record.header, tuple(bytes(data) for data in record.data)), 1)
     begun = []
 
-    def begin(self: CacheStore, job: ReadJob) -> Future:
+    def begin(self: CacheStore, job: ReadJob, tick: int) -> Future:
         begun.append(job)
-        return real(self, job)
+        return real(self, job, tick)
 
     real = CacheStore.begin
     monkeypatch.setattr(CacheStore, "begin", begin)

@@ -156,22 +156,23 @@ class CacheStore:
         sources = [self._read(job, tick) for job in jobs[:1]]
         for job, future in zip(jobs[1:], running, strict=True):
             sources.append(future.result() if future is not None else self._read(job, tick))
-        self.finish(jobs, sources)
+        self.finish(jobs, sources, tick)
         return sources
 
-    def begin(self, job: ReadJob) -> Future[Source | None]:
-        """Read one record into its targets, in the background; `finish` is to be told of it."""
+    def begin(self, job: ReadJob, tick: int) -> Future[Source | None]:
+        """Read one record into its targets, in the background; `finish` is to be told of it.
+
+        tick: ns since the epoch, the same for all that one request reads.
+        """
         self._take_over(job)
-        tick = time.time_ns()
         future = self._submit(self._readers, self._read, job, tick)
         if future is None:
             future = Future()
             future.set_result(self._read(job, tick))
         return future
 
-    def finish(self, jobs: Sequence[ReadJob], sources: Sequence[Source | None]) -> None:
+    def finish(self, jobs: Sequence[ReadJob], sources: Sequence[Source | None], tick: int) -> None:
         """Note what was read, and where it came from."""
-        tick = time.time_ns()
         used = [job.key for job, source in zip(jobs, sources, strict=True) if source is not None]
         self.touch(used, tick)
         self._promote([j.key for j, s in zip(jobs, sources, strict=True) if s == "ssd"], tick)

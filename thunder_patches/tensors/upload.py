@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -64,12 +65,15 @@ def upload(
     places = [_places(each, i % slots * slot) for i, each in enumerate(specs)]
     whole: dict[str, mx.array] = {}
     sources: list[Source | None] = []
+    tick = time.time_ns()
 
     with gpu.lock:
         landing = gpu.landing(slots * slot)
         pinned = gpu.pinned(slots * slot) if held is None else memoryview(b"")
         filled = [_filled(*pair, pinned) for pair in zip(jobs, places, strict=True)]
-        coming = deque(store.begin(job) for job in filled[:slots]) if held is None else deque()
+        coming = (
+            deque(store.begin(job, tick) for job in filled[:slots]) if held is None else deque()
+        )
         done = 0
         try:
             for i, job in enumerate(filled):
@@ -88,7 +92,9 @@ def upload(
                 _multiply_out(layout, filled[done : i + 1], pieces[done : i + 1], rows)
                 mx.eval(rows, whole)
                 if held is None:  # into the places that are free now
-                    coming += [store.begin(job) for job in filled[done + slots : i + 1 + slots]]
+                    coming += [
+                        store.begin(job, tick) for job in filled[done + slots : i + 1 + slots]
+                    ]
                 done = i + 1
         finally:
             for future in coming:
@@ -96,7 +102,7 @@ def upload(
                     future.result()
             gpu.wait()
     if held is None:
-        store.finish(jobs[: len(sources)], sources)
+        store.finish(jobs[: len(sources)], sources, tick)
     if None in sources:
         return Read({}, {}, sources)
     return Read(
