@@ -7,7 +7,7 @@ import math
 import pytest
 
 from thunder_patches.cli._play.client import Answer, Scored
-from thunder_patches.cli._play.compare import Comparison, Reply
+from thunder_patches.cli._play.compare import Comparison, Reply, TextComparison
 
 
 def scored(*best: dict[int, float], text: str = "one two") -> Scored:
@@ -76,6 +76,44 @@ def test_the_timed_stream_is_compared_too() -> None:
 def test_a_prompt_of_another_length_is_named() -> None:
     found = compared(reply(scored(*PLAIN)), reply(scored(*PLAIN), prompt=11))
     assert found.problems == ["Ada, turn 1: expected a prompt of 10 tokens, found 11"]
+
+
+def by_text(*pairs: tuple[tuple[str, str], tuple[str, str]]) -> TextComparison:
+    """Of what two servers said to each request: the answer that was timed, and the one after it."""
+    comparison = TextComparison()
+    for expected, found in pairs:
+        replies = [
+            Reply("Ada, turn 1", Answer(text, 0.1, 0.2, 10, 2, 0), Scored(again, (), (), ()))
+            for text, again in (expected, found)
+        ]
+        comparison.add(*replies)
+    return comparison
+
+
+ONE = ("one two", "one two")
+
+
+def test_equal_texts_are_the_same() -> None:
+    found = by_text((ONE, ONE), (ONE, ONE))
+    assert found.same and found.tokens == 4 and found.requests == 2 and found.unsettled == 0
+
+
+@pytest.mark.parametrize("other", [("one two", "one"), ("one", "one two"), ("", "")])
+def test_a_text_that_differs_is_named(other: tuple[str, str]) -> None:
+    found = by_text((ONE, ONE), (ONE, other))
+    assert not found.same and found.tokens == 2
+    assert found.problems[0].startswith("Ada, turn 1: expected the text 'one two', found")
+
+
+def test_a_text_that_the_expected_server_changes_itself_decides_nothing() -> None:
+    found = by_text((ONE, ONE), (("one two", "one"), ("four", "four")))
+    assert found.same and found.unsettled == 1 and found.tokens == 2
+    alone = by_text((("one two", "one"), ONE))
+    assert not alone.same and not alone.problems
+
+
+def test_empty_texts_prove_nothing() -> None:
+    assert not by_text((("", ""), ("", ""))).same
 
 
 def test_runs_of_different_length_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -73,11 +74,28 @@ def test_a_benchmark_that_cannot_be_is_refused_at_once(
     assert "/nowhere" in said and len(said.splitlines()) == 1
 
 
+def test_a_host_that_nobody_knows_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", ".", "--host", "vllm"]) == 2
+    said = capsys.readouterr().err
+    assert "expected mlx_lm or omlx, found 'vllm'" in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("omlx") is not None, reason="omlx is here")
+def test_a_host_that_is_not_here_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert servers.installed_host(None) == "mlx_lm"
+    assert cli.main(["bench", ".", "--host", "omlx"]) == 2
+    said = capsys.readouterr().err
+    assert "expected omlx beside" in said and "found mlx_lm" in said
+    assert len(said.splitlines()) == 1
+
+
 def test_the_benchmark_plays_every_workload(tiny: Path, tmp_path: Path) -> None:
     duel = Duel(Plan(str(tiny), answer=4, seed=3, repeat=1), tmp_path)
     duel.run(600)
     result = bench.outcome(duel)
     assert result["answers"]["same"], result["answers"]["problems"]
+    assert result["answers"]["compared"] == "logprobs"
+    assert result["conditions"]["host"] == "mlx_lm" and result["conditions"]["omlx"] is None
     rows = result["workloads"]
     assert list(rows) == list(WORKLOADS)
     assert rows["repeat"]["patched"]["skipped"] >= rows["repeat"]["prompt_tokens"] - 1

@@ -11,8 +11,9 @@ from thunder_patches.cli import demo
 from thunder_patches.cli._play import figures
 from thunder_patches.cli._play.bars import Bar, svg
 from thunder_patches.cli._play.blas import preload
+from thunder_patches.cli._play.client import ServerError
 from thunder_patches.cli._play.figures import Spread
-from thunder_patches.cli._play.server import patched_environment, stock_environment
+from thunder_patches.cli._play.server import OmlxServer, patched_environment, stock_environment
 from thunder_patches.cli._play.talk import Talk
 from thunder_patches.cli._play.texts import Agent, agents
 
@@ -54,6 +55,24 @@ def test_a_turn_carries_all_that_was_said() -> None:
     assert messages[4]["content"] == "second answer"
     assert messages[5]["content"] == talk.agent.questions[2]
     assert talk.messages(1) == messages[:4]
+
+
+def test_a_server_of_omlx_is_the_benchmarks_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's key or cache folder in the environment would lock us out, or join the two servers."""
+    model = tmp_path / "snapshots" / "some-model"
+    model.mkdir(parents=True)
+    with pytest.raises(ServerError, match=r"snapshots/some-model, found no \*.safetensors"):
+        OmlxServer(str(model), tmp_path / "empty.log", env={})
+    (model / "model.safetensors").touch()
+    monkeypatch.chdir(model)
+    environ = {"PATH": "/bin", "OMLX_API_KEY": "secret", "OMLX_SSD_CACHE_DIR": "/shared"}
+    server = OmlxServer(".", tmp_path / "stock.log", env=environ)
+    assert server.env == {"PATH": "/bin"}
+    assert server.fields == {"model": "some-model"}
+    link = tmp_path / "stock" / "models" / "some-model"
+    assert link.readlink() == model.resolve()
 
 
 def test_environments_differ_in_the_package_alone() -> None:

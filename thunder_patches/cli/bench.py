@@ -14,18 +14,20 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from thunder_patches import __version__
+from thunder_patches.patching.host import find
 
 from ._output import console, tell
 from ._play.bars import Bar, svg
-from ._play.compare import Comparison, Reply
+from ._play.compare import Comparison, Reply, TextComparison
 from ._play.duel import WORKLOADS, Duel, Plan, Side
 from ._play.figures import Spread, folder_size, ratios, seconds, size, times
 from ._play.progress import say
-from ._play.server import terminable
+from ._play.server import HOSTS, installed_host, terminable
 
 LEAST_TOLERANCE = 1e-4
 SLACK = 4.0  # times what the stock server differs from itself
@@ -38,6 +40,10 @@ def register(app: typer.Typer) -> None:
 
 def bench(
     model: Annotated[str, typer.Argument(help="Model folder, or a repository the server knows.")],
+    host: Annotated[
+        str | None,
+        typer.Option(help="mlx_lm or omlx; default: omlx, where it is installed."),
+    ] = None,
     tokens: Annotated[
         int | None,
         typer.Option(help="Length of the system prompt; default: what this machine bears.", min=64),
@@ -57,13 +63,19 @@ def bench(
     """Time your model in the stock server, with the package and without, and compare the answers.
 
     Settings of the package in the environment hold, but for the cache folder: it is a fresh one.
-    Exit status 1: an answer differs, or the package was not at work.
+    Those of oMLX are its defaults and what --server-arg says; it gives no logprobs, so there the
+    answers are compared by their texts. Exit status 1: an answer differs, or the package was not
+    at work.
     """
     if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
         raise typer.BadParameter(f"there is no model folder {model}")
     if picture is not None and not picture.absolute().parent.is_dir():
         raise typer.BadParameter(f"--svg: there is no folder {picture.absolute().parent}")
-    plan = Plan(model, answer, seed, repeat, tuple(server_arg or ()))
+    try:
+        host = installed_host(host)
+    except ValueError as error:
+        raise typer.BadParameter(f"--host: {error}") from None
+    plan = Plan(model, answer, seed, repeat, tuple(server_arg or ()), host)
     with terminable(), tempfile.TemporaryDirectory(prefix="thunder-bench-") as scratch:
         duel = Duel(plan, Path(scratch))
         duel.run(tokens)
@@ -81,9 +93,18 @@ def bench(
 
 def outcome(duel: Duel) -> dict[str, Any]:
     """What came of a duel that was run, as ``--json`` has it."""
-    own = duel.stock_against_itself
-    comparison = Comparison(max(LEAST_TOLERANCE, SLACK * own.worst))
-    comparison.add_all(duel.stock.all(), duel.patched.all())
+    comparison: Comparison | TextComparison
+    own: Any
+    if duel.stock.server.compared == "text":
+        comparison = TextComparison()
+        comparison.add_all(duel.stock.all(), duel.patched.all())
+        own = {"answers": comparison.unsettled, "of": comparison.requests}
+    else:
+        own = duel.stock_against_itself.worst
+        comparison = Comparison(max(LEAST_TOLERANCE, SLACK * own))
+        comparison.add_all(duel.stock.all(), duel.patched.all())
+    if not comparison.tokens and not comparison.problems:
+        comparison.problems.append("no answer could be compared")
     if not duel.at_work:
         comparison.problems.append("the package was not at work in the server: run thunder doctor")
     return {
@@ -91,8 +112,9 @@ def outcome(duel: Duel) -> dict[str, Any]:
         "conditions": _conditions(duel),
         "workloads": {name: _figures(name, duel.stock, duel.patched) for name in WORKLOADS},
         "bytes_on_disk": folder_size(duel.cache),
-        "answers": asdict(comparison)
-        | {"same": comparison.same, "stock_differs_from_itself": own.worst},
+        "answers": {"compared": duel.stock.server.compared}
+        | asdict(comparison)
+        | {"same": comparison.same, "stock_differs_from_itself": own},
     }
 
 
@@ -134,8 +156,10 @@ def _conditions(duel: Duel) -> dict[str, Any]:
     import mlx.core as mx
 
     plan = duel.plan
+    omlx = find("omlx") if plan.host == "omlx" else None
     return {
-        "model": Path(plan.model).name,
+        "host": plan.host,
+        "model": Path(os.path.abspath(plan.model)).name,
         "system_prompt_tokens": duel.tokens,
         "answer_tokens": plan.answer,
         "repetitions": plan.repeat,
@@ -147,6 +171,7 @@ def _conditions(duel: Duel) -> dict[str, Any]:
         "blas": str(duel.blas) if duel.blas else None,
         "mlx": metadata.version("mlx"),
         "mlx_lm": metadata.version("mlx-lm"),
+        "omlx": f"{omlx.distribution} {omlx.version}" if omlx else None,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
     }
@@ -157,9 +182,12 @@ def _show(result: dict[str, Any]) -> None:
     conditions, answers = result["conditions"], result["answers"]
     out.print(
         f"{conditions['model']}: {conditions['repetitions']} repetitions, servers "
-        f"{conditions['servers']}, mlx-lm {conditions['mlx_lm']} on {conditions['system']}"
+        f"{conditions['servers']}, {_builds(conditions)} on {conditions['system']}"
     )
-    title = "Time to first token, mean of a repetition's requests: median (least to greatest)"
+    title = (
+        f"Time to first token in {HOSTS[conditions['host']].title}, "
+        "mean of a repetition's requests: median (least to greatest)"
+    )
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("workload")
     for column in ("prompts", "stock", "patched", "sooner", "skipped,\nstock", "skipped,\npatched"):
@@ -177,7 +205,9 @@ def _show(result: dict[str, Any]) -> None:
         )
     out.print(table)
     out.print(f"on disk: {size(result['bytes_on_disk'])}")
-    if answers["same"]:
+    if answers["compared"] == "text":
+        _show_texts(out, answers)
+    elif answers["same"]:
         ties = f", {answers['ties']} ties" if answers["ties"] else ""
         out.print(
             f"answers: all {answers['requests']} the same, {answers['tokens']} tokens{ties}; "
@@ -187,6 +217,30 @@ def _show(result: dict[str, Any]) -> None:
         )
     for problem in answers["problems"]:
         out.print(f"[red]differs[/red]: {escape(problem)}", soft_wrap=True)
+
+
+def _show_texts(out: Console, answers: dict[str, Any]) -> None:
+    own = answers["stock_differs_from_itself"]
+    if answers["same"]:
+        out.print(
+            f"answers: {own['of'] - own['answers']} of {own['of']} compared, all the same, "
+            f"{answers['tokens']} tokens; by their texts, as this host tells no logprobs"
+        )
+    else:
+        out.print(
+            "answers are compared by their texts, as this host tells no logprobs: a difference "
+            "can be a fault, or rounding where two tokens are nearly as likely"
+        )
+    if own["answers"]:
+        out.print(
+            f"{own['answers']} of {own['of']} are not compared: there the stock server's own two "
+            "answers differ"
+        )
+
+
+def _builds(conditions: dict[str, Any]) -> str:
+    mlx_lm = f"mlx-lm {conditions['mlx_lm']}"
+    return f"{conditions['omlx']}, {mlx_lm}" if conditions["omlx"] else mlx_lm
 
 
 def _range(spread: dict[str, float], form: Callable[[float], str]) -> str:
@@ -205,7 +259,8 @@ def _picture(result: dict[str, Any]) -> str:
         for name, row in result["workloads"].items()
     ]
     note = (
-        f"{conditions['model']}, {conditions['system_prompt_tokens']} tokens, mlx-lm "
-        f"{conditions['mlx_lm']}, {conditions['system']}; medians of {conditions['repetitions']}"
+        f"{conditions['model']}, {conditions['system_prompt_tokens']} tokens, "
+        f"{_builds(conditions)}, {conditions['system']}; medians of {conditions['repetitions']}"
     )
-    return svg("Time to first token: stock against patched", note, bars)
+    title = f"Time to first token in {HOSTS[conditions['host']].title}: stock against patched"
+    return svg(title, note, bars)

@@ -9,7 +9,7 @@ from html import escape
 
 from .figures import Spread, seconds, times
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _BAR = 760, 150, 110, 76, 58, 16
+_WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _BAR = 760, 150, 180, 76, 58, 16
 
 # Plain colours, no CSS variables: not every program that shows SVG knows those.
 _STYLE = """

@@ -20,7 +20,7 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer. ``first`` and ``total`` are seconds from sending the request."""
+    """One answer. Seconds from sending the request: ``first`` to its first text, ``total`` in all."""
 
     text: str
     first: float
@@ -34,7 +34,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One answer with what the model thought of each token."""
+    """One answer with what the model thought of each token; from oMLX, the text alone."""
 
     text: str
     tokens: tuple[int, ...]
@@ -51,10 +51,12 @@ class Client:
 
     def __init__(self, port: int, host: str = "127.0.0.1", timeout: float = 600.0) -> None:
         self.host, self.port, self.timeout = host, port, timeout
+        self.fields: dict[str, Any] = {}
+        """Further fields of every request."""
 
     def stream(self, messages: list[Message], max_tokens: int) -> Answer:
         """Ask as a chat client does: streamed, timed to the first piece of the answer."""
-        body = _body(messages, max_tokens) | {
+        body = self._body(messages, max_tokens) | {
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -62,10 +64,14 @@ class Client:
         first, text = 0.0, ""
         usage: dict[str, Any] = {}
         for chunk in self._events(body):
+            if "error" in chunk:
+                raise ServerError(f"stream: {chunk['error']}")
             usage = chunk.get("usage") or usage
             for choice in chunk.get("choices") or ():
-                first = first or time.perf_counter() - start
                 text += _text(choice.get("delta") or {})
+            # oMLX sends chunks without text, too: the role at once, later ones to be kept alive.
+            if text and not first:
+                first = time.perf_counter() - start
         total = time.perf_counter() - start
         if not usage:
             raise ServerError("the stream ended without a usage chunk")
@@ -84,7 +90,7 @@ class Client:
 
         A text is continued as it is, without the chat template.
         """
-        body = _body(prompt, max_tokens) | {"logprobs": True, "top_logprobs": top}
+        body = self._body(prompt, max_tokens) | {"logprobs": True, "top_logprobs": top}
         path = "/v1/completions" if isinstance(prompt, str) else _CHAT
         status, raw = self._exchange("POST", path, body)
         reply = _parse(status, raw)
@@ -115,6 +121,10 @@ class Client:
             return self.get("/health")[0] == 200
         except ServerError:
             return False
+
+    def _body(self, prompt: list[Message] | str, max_tokens: int) -> dict[str, Any]:
+        name = "prompt" if isinstance(prompt, str) else "messages"
+        return {**self.fields, name: prompt, "max_tokens": max_tokens, "temperature": 0.0}
 
     def _exchange(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=self.timeout)
@@ -148,11 +158,6 @@ class Client:
             connection.close()
 
 
-def _body(prompt: list[Message] | str, max_tokens: int) -> dict[str, Any]:
-    name = "prompt" if isinstance(prompt, str) else "messages"
-    return {name: prompt, "max_tokens": max_tokens, "temperature": 0.0}
-
-
 def _payload(body: Any) -> tuple[bytes | None, dict[str, str]]:
     if body is None:
         return None, {}
@@ -170,7 +175,8 @@ def _parse(status: int, raw: bytes) -> dict[str, Any]:
 
 
 def _text(message: dict[str, Any]) -> str:
-    return (message.get("reasoning") or "") + (message.get("content") or "")
+    names = ("reasoning", "reasoning_content", "content")  # mlx-lm's, oMLX's, everyone's
+    return "".join(message.get(name) or "" for name in names)
 
 
 def _cached(usage: dict[str, Any]) -> int:

@@ -1,4 +1,7 @@
-"""Whether two servers gave the same answers: tokens, and logprobs within a stated tolerance."""
+"""Whether two servers gave the same answers: tokens, and logprobs within a stated tolerance.
+
+Where a host tells no logprobs, whether their texts are the same.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,19 @@ from .client import Answer, Scored
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What one server said to one request: timed as a stream, and once more with logprobs."""
+    """What one server said to one request: timed as a stream, and once more, with logprobs."""
 
     label: str
     answer: Answer
     scored: Scored
 
 
-@dataclass
-class Comparison:
-    """The sum over all requests; ``problems`` is empty where every answer is the same.
+@dataclass(kw_only=True)
+class _Sum:
+    """The sum over all requests; ``problems`` is empty where every answer is the same."""
 
-    A token counts as the same where the expected server itself ranks both choices within the
-    tolerance of each other (a tie); what follows a tie is not compared.
-    """
-
-    tolerance: float
     requests: int = 0
     tokens: int = 0
-    ties: int = 0
-    worst: float = 0.0
-    """Largest difference of a logprob seen."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -46,6 +41,29 @@ class Comparison:
         if problem:
             self.problems.append(f"{expected.label}: {problem}")
 
+    def add_all(self, expected: Iterable[Reply], found: Iterable[Reply]) -> None:
+        """Compare pair by pair; one missing on either side raises ValueError."""
+        for one, other in zip(expected, found, strict=True):
+            self.add(one, other)
+
+    def _pair(self, expected: Reply, found: Reply) -> str | None:
+        """What is wrong, if anything; counts the tokens that are the same."""
+        raise NotImplementedError
+
+
+@dataclass
+class Comparison(_Sum):
+    """By tokens and logprobs.
+
+    A token counts as the same where the expected server itself ranks both choices within the
+    tolerance of each other (a tie); what follows a tie is not compared.
+    """
+
+    tolerance: float
+    ties: int = 0
+    worst: float = 0.0
+    """Largest difference of a logprob seen."""
+
     def add_scored(self, label: str, expected: Scored, found: Scored) -> None:
         """Compare one pair of answers that were not timed."""
         self.requests += 1
@@ -53,15 +71,10 @@ class Comparison:
         if problem:
             self.problems.append(f"{label}: {problem}")
 
-    def add_all(self, expected: Iterable[Reply], found: Iterable[Reply]) -> None:
-        """Compare pair by pair; one missing on either side raises ValueError."""
-        for one, other in zip(expected, found, strict=True):
-            self.add(one, other)
-
     def _pair(self, expected: Reply, found: Reply) -> str | None:
-        want, have = expected.answer.prompt_tokens, found.answer.prompt_tokens
-        if want != have:
-            return f"expected a prompt of {want} tokens, found {have}"
+        problem = _prompts(expected, found)
+        if problem:
+            return problem
         tied, problem = self._scored(expected.scored, found.scored)
         if problem or tied:
             return problem
@@ -92,6 +105,36 @@ class Comparison:
             counts = f"expected {len(expected.tokens)} tokens, found {len(found.tokens)}"
             return False, counts
         return False, None
+
+
+@dataclass
+class TextComparison(_Sum):
+    """By the texts alone. Any difference is a problem, for nothing tells a tie from a fault.
+
+    But a request that the expected server itself answered in two ways decides nothing: it is counted
+    as ``unsettled``, and what the other server said to it is not compared.
+    """
+
+    unsettled: int = 0
+
+    def _pair(self, expected: Reply, found: Reply) -> str | None:
+        problem = _prompts(expected, found)
+        if problem:
+            return problem
+        text, again = expected.answer.text, expected.scored.text
+        if text != again:
+            self.unsettled += 1
+            return None
+        others = {found.answer.text, found.scored.text} - {text}
+        if others:
+            return f"expected the text {text!r}, found {sorted(others)}"
+        self.tokens += expected.answer.completion_tokens if text else 0
+        return None
+
+
+def _prompts(expected: Reply, found: Reply) -> str | None:
+    want, have = expected.answer.prompt_tokens, found.answer.prompt_tokens
+    return None if want == have else f"expected a prompt of {want} tokens, found {have}"
 
 
 def _off(expected: Scored, found: Scored, i: int) -> float:

@@ -21,7 +21,7 @@ from .client import Answer
 from .compare import Comparison, Reply
 from .figures import seconds
 from .progress import Steps, say
-from .server import Server, patched_environment, stock_environment
+from .server import HOSTS, Server, model_folder, patched_environment, stock_environment
 from .talk import Talk
 from .texts import Agent, Count, agents
 
@@ -45,6 +45,8 @@ class Plan:
     seed: int
     repeat: int
     arguments: tuple[str, ...] = ()
+    host: str = "mlx_lm"
+    """A name of `HOSTS`."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,11 @@ class Duel:
 
     def _server(self, name: str, env: dict[str, str], *more: str) -> Server:
         log = self.folder / f"{name}.log"
-        return Server(self.plan.model, log, env=env, arguments=(*self.plan.arguments, *more))
+        server = HOSTS[self.plan.host]
+        return server(self.plan.model, log, env=env, arguments=(*self.plan.arguments, *more))
 
     def _probe(self, tokens: int | None) -> float:
-        """The stock server's prefill speed, and how much it differs from itself.
+        """The stock server's prefill speed, and how much its logprobs differ, where it tells them.
 
         Two prompts at once in one server, then one after the other in another that prefills in
         other chunks: nothing that the package does should change an answer by more.
@@ -124,6 +127,8 @@ class Duel:
             pilot = self._talk(agents()[4], 256, "A test of speed.")
             answer = server.stream(pilot.messages(0), 2)
             pace = answer.prompt_tokens / answer.first
+            if server.compared == "text":
+                return pace
             size = min(tokens or _affordable(pace), _affordable(pace))
             talks = [self._talk(agent, size, "A test of chance.") for agent in agents(2)]
             first = self._burst(server, talks, (0.0, 0.0), turns=1)
@@ -168,7 +173,7 @@ class Duel:
         at: Sequence[float],
         turns: int,
     ) -> list[Reply]:
-        """Several agents at once, each beginning at its time; logprobs are asked for afterwards."""
+        """Several agents at once, each beginning at its time; scores are asked for afterwards."""
 
         def one(talk: Talk, begin: float) -> list[Answer]:
             time.sleep(begin)
@@ -233,16 +238,8 @@ def _both_fit(model: str) -> bool:
     """Whether memory holds the model twice, with as much again for what the requests need."""
     import psutil
 
-    weights = sum(file.stat().st_size for file in _folder(model).glob("*.safetensors"))
+    weights = sum(file.stat().st_size for file in model_folder(model).glob("*.safetensors"))
     return 3 * weights < psutil.virtual_memory().available
-
-
-def _folder(model: str) -> Path:
-    if Path(model).is_dir():
-        return Path(model)
-    from mlx_lm.utils import hf_repo_to_path
-
-    return Path(hf_repo_to_path(model))
 
 
 def _affordable(pace: float) -> int:

@@ -1,4 +1,4 @@
-"""Servers for a comparison: ``mlx_lm server`` with the package on or off, each its own process."""
+"""Servers for a comparison: a host with the package on or off, each its own process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
-from .client import Client, ServerError
+from thunder_patches.patching.host import find
+
+from .client import Client, Message, Scored, ServerError
 
 STOP_TIMEOUT = 60.0  # the package writes out what is queued
 
@@ -25,6 +27,10 @@ class Server(Client):
     Used as a context manager it starts on entry and is gone on exit. ``log`` collects what the
     process prints, over restarts too.
     """
+
+    title: ClassVar[str] = "mlx_lm.server"
+    compared: ClassVar[str] = "logprobs"
+    """What its answers are compared by: "logprobs", or "text" where it tells none."""
 
     def __init__(
         self,
@@ -46,8 +52,8 @@ class Server(Client):
     def start(self) -> Self:
         """Start the process, wait until it answers, and have it load the model."""
         self.port = _free_port()
-        command = [sys.executable, "-m", "mlx_lm", "server", "--model", self.model]
-        command += ["--host", self.host, "--port", str(self.port), *self.arguments]
+        where = ["--host", self.host, "--port", str(self.port)]
+        command = [sys.executable, *self._command(), *where, *self.arguments]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command,
@@ -94,6 +100,9 @@ class Server(Client):
         """Whether the package is at work in it."""
         return self.get("/thunder/status")[0] == 200
 
+    def _command(self) -> list[str]:
+        return ["-m", "mlx_lm", "server", "--model", self.model]
+
     def __enter__(self) -> Self:
         try:
             return self.start()
@@ -108,6 +117,77 @@ class Server(Client):
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+class OmlxServer(Server):
+    """``python -m omlx.cli serve``, with its own SSD cache on, as it comes.
+
+    What it keeps is in a folder beside ``log``, over restarts too. oMLX reads its settings there,
+    so none of the user's hold, and none of the environment (``OMLX_*``), where a cache folder
+    would be one for two servers. ServerError where ``model``'s weights are not on this machine.
+    """
+
+    title = "oMLX"
+    compared = "text"
+
+    def __init__(
+        self,
+        model: str,
+        log: Path,
+        *,
+        env: Mapping[str, str],
+        arguments: Sequence[str] = (),
+        start_timeout: float = 180.0,
+    ) -> None:
+        env = {name: value for name, value in env.items() if not name.startswith("OMLX_")}
+        super().__init__(model, log, env=env, arguments=arguments, start_timeout=start_timeout)
+        folder = model_folder(model)
+        if not any(folder.glob("*.safetensors")):
+            raise ServerError(f"expected the model's weights in {folder}, found no *.safetensors")
+        self.home = log.with_suffix("")
+        models = self.home / "models"
+        models.mkdir(parents=True)
+        name = Path(os.path.abspath(model)).name  # not the folder's own: a hub's is a hash
+        (models / name).symlink_to(folder.resolve(), target_is_directory=True)
+        self.fields = {"model": name}
+
+    def score(self, prompt: list[Message] | str, max_tokens: int, top: int = 5) -> Scored:
+        """The answer to a chat once more, as a text alone: oMLX tells no logprobs."""
+        if isinstance(prompt, str):
+            raise ValueError("expected the messages of a chat, found a text")
+        answer = self.stream(prompt, max_tokens)
+        return Scored(answer.text, (), (), (), answer.cached_tokens, answer.skip)
+
+    def _command(self) -> list[str]:
+        folders = ["--model-dir", str(self.home / "models"), "--base-path", str(self.home / "base")]
+        return ["-m", "omlx.cli", "serve", *folders]
+
+
+HOSTS: dict[str, type[Server]] = {"mlx_lm": Server, "omlx": OmlxServer}
+
+
+def installed_host(name: str | None) -> str:
+    """``name``, or the host that this interpreter's user means: oMLX brings mlx-lm, not vice versa.
+
+    ValueError for a name that is not in `HOSTS`, or a host that is not installed.
+    """
+    if name is None:
+        return "omlx" if find("omlx") else "mlx_lm"
+    if name not in HOSTS:
+        raise ValueError(f"expected {' or '.join(HOSTS)}, found {name!r}")
+    if find(name) is None:
+        others = " and ".join(other for other in HOSTS if find(other)) or "neither host"
+        raise ValueError(f"expected {name} beside {sys.executable}, found {others}")
+    return name
+
+
+def model_folder(model: str) -> Path:
+    """The folder of a model that is on this machine, given as a folder or as a hub's name."""
+    if Path(model).is_dir():
+        return Path(model)
+    from mlx_lm.utils import hf_repo_to_path
+
+    return Path(hf_repo_to_path(model))
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ class Talk:
         return questions[turn % len(questions)]
 
     def play(self, turn: int, server: Client, answer_tokens: int) -> Reply:
-        """Ask turn ``turn``, timed; then once more with logprobs. Keeps the first answer heard."""
+        """Ask turn ``turn``, timed; then once more, scored. Keeps the first answer heard."""
         messages = self.messages(turn)
         answer = server.stream(messages, answer_tokens)
         scored = server.score(messages, answer_tokens)
