@@ -274,6 +274,12 @@ def test_exact_rows_are_the_same_to_the_bit_on_either_way(tmp_path, device, tier
     found, exact = brought_back(store, pieces), rows(caches, LENGTH)
     assert (found == exact).all()
     assert device is None or device._copier.fetched >= exact.nbytes // 2
+    part = [
+        *pieces[:2],
+        replace(pieces[2], use=7),
+    ]  # a block of which only the first tokens are ours
+    length = 2 * BLOCK + 7
+    assert (brought_back(store, part, length) == exact[:, :, :length]).all()
     other = brought_back(store, [*pieces[1:2], *pieces[1:]])  # the control
     assert (other != exact).any()
     store.close()

@@ -24,14 +24,15 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..cache.record import Buffer, flat
+from ..cache.record import Buffer, Record, flat
 
 LANDING = 512 << 20
-"""Bytes of pinned memory for reading files, and as many on the GPU, at most; kept for the process's life."""
+"""Bytes of pinned memory for reading files, and as many on the GPU, at most, unless one record alone is
+larger; kept for the process's life."""
 DEPARTURE = 256 << 20
 """Bytes on the GPU, at most, that what is stored leaves from."""
 PAUSE = 0.05
-"""Seconds between two slabs that are pinned: while one is, the driver starts nothing on the GPU."""
+"""Seconds between two slabs that are pinned: while one is, the driver's other calls may have to wait."""
 _NON_BLOCKING, _PORTABLE = 1, 1
 
 
@@ -139,6 +140,10 @@ class Slabs:
         weakref.finalize(slab, self._free[room].append, address).atexit = False
         return memoryview(slab).cast("B")[:size]
 
+    def hold_all(self, records: Sequence[Record]) -> bool:
+        """Whether all that these records hold is in slabs."""
+        return all(self.hold(data) for record in records for data in record.data)
+
     def hold(self, data: Buffer) -> bool:
         """Whether these bytes, if there are any, are part of a slab."""
         if not len(data):
@@ -223,9 +228,9 @@ class Gpu:
         return self._pinned
 
     def fetch(self, landing: Landing, at: int, data: Buffer) -> None:
-        """Begin to copy the host's bytes to the ``at``-th of the landing and those after it.
+        """Begin to copy pinned bytes to the ``at``-th of the landing and those after it.
 
-        From memory that isn't pinned, too, at a fifth of the speed. They must stay until `wait`.
+        They must stay until `wait`.
         """
         self._copier.to_gpu(landing.address + at, _pointer(data), flat(data).nbytes)
 

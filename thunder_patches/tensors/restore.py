@@ -81,10 +81,17 @@ def restore(
         for p in pieces
     ]
     held = store.held(jobs)
-    read = _on_gpu(store, layout, header, jobs, pieces, capacity, held)
-    if read is None and held is not None:
-        read = *_assemble(layout, held, pieces, length, capacity), ["ram"] * len(held)
-    rows, whole, found = read or _read(store, layout, header, jobs, pieces, capacity)
+    brought: Brought | None = None
+    if (device := gpu()) is not None:
+        # What lies in other memory, threads copy to pinned memory, as they read files.
+        pinned = held if held and device.slabs.hold_all(held) else None
+        with suppress(CudaError):  # no room for pinned memory, say
+            read = upload(device, store, layout, header, jobs, pieces, capacity, pinned)
+            sources = _all_read(read.sources)
+            brought = dict(by_layer(layout, read.rows)), read.whole, sources
+    if brought is None and held is not None:
+        brought = *_assemble(layout, held, pieces, length, capacity), ["ram"] * len(held)
+    rows, whole, found = brought or _read(store, layout, header, jobs, pieces, capacity)
     states = {
         path: ([whole[state_name(path, i)] for i in range(meta["arrays"])], meta)
         for path, meta in metas.items()
@@ -95,6 +102,8 @@ def restore(
 
 Rows = dict[tuple[str, int], mx.array]
 """(path of a leaf, position among its rows) to array ``[1, heads, capacity, dim]``."""
+Brought = tuple[Rows, dict[str, mx.array], list[Literal["ram", "ssd"]]]
+"""Rows, the last record's other tensors by name, and who had each record."""
 
 
 def _assemble(
@@ -139,34 +148,6 @@ def array_of(data: Buffer, dtype: str, shape: Sequence[int]) -> mx.array:
     return (flat.view(DTYPES[dtype]) if flat.size else flat.astype(DTYPES[dtype])).reshape(shape)
 
 
-Found = tuple[Rows, dict[str, mx.array], list[Literal["ram", "ssd"]]]
-"""Rows, the last record's other tensors by name, and who had each record."""
-
-
-def _on_gpu(
-    store: CacheStore,
-    layout: Layout,
-    header: Header,
-    jobs: Sequence[ReadJob],
-    pieces: Sequence[Piece],
-    capacity: int,
-    held: Sequence[Record] | None,
-) -> Found | None:
-    """By the copies of a GPU with memory of its own, where there is one and it can.
-
-    Raises:
-        RestoreFailed: when a record is missing or bad.
-    """
-    if (device := gpu()) is not None:
-        if held and not all(device.slabs.hold(data) for record in held for data in record.data):
-            held = None  # threads copy it to pinned memory, as they read files
-        with suppress(CudaError):  # no room for pinned memory, say
-            read = upload(device, store, layout, header, jobs, pieces, capacity, held)
-            sources = _all_read(read.sources)
-            return dict(by_layer(layout, read.rows)), read.whole, sources
-    return None
-
-
 def _read(
     store: CacheStore,
     layout: Layout,
@@ -174,7 +155,7 @@ def _read(
     jobs: Sequence[ReadJob],
     pieces: Sequence[Piece],
     capacity: int,
-) -> Found:
+) -> Brought:
     """Read from the store into preallocated buffers.
 
     Raises:
