@@ -191,7 +191,7 @@ def _servers(wanted: Settings) -> Iterator[Finding]:
             )
             yield Finding("warning", f"{about}: cache", str(problem), advice)
     if not processes:
-        yield Finding("note", "servers", "none runs with thunder now")
+        yield Finding("note", "servers", "none runs with this cache folder now")
 
 
 def _judged(name: str, state: State, reason: str) -> Finding:
